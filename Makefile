@@ -1,0 +1,24 @@
+# demo, test and bench need a Redis or Valkey server; .ci/with-redis finds or installs one.
+
+.PHONY: help demo test bench lint doc clean-cache
+
+help: ## List the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+
+demo: ## Run the flash-sale example (options: make demo ARGS="--help")
+	bash .ci/with-redis --url-is-enough cargo run --release --example flash_sale -- $(ARGS)
+
+test: ## Run all tests: unit, integration, examples and documentation (only some: make test ARGS=name)
+	bash .ci/with-redis cargo test $(ARGS)
+
+bench: ## Run the benchmarks
+	bash .ci/with-redis --url-is-enough cargo bench
+
+lint: ## Check the formatting and run clippy; a warning is an error
+	bash .ci/lint
+
+doc: ## Build the documentation; a warning is an error
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
+
+clean-cache: ## Remove the server that was put into .cache
+	rm -rf .cache
