@@ -1,0 +1,60 @@
+-- acquire.lua: takes one hold on each of the locks named, or says why not.
+--
+-- KEYS       name...  the hash of each lock
+-- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
+-- ARGV[2...] four for each name, in the order of KEYS:
+--            owner    the field CLIENT:THREAD that asks
+--            lease    ms, a whole number above 0
+--            before   the count that the owner has by the caller's record, 0 for none
+--            target   the count to reach, above 0
+--
+-- Reply: ticket, then two values for each name:
+--   1, target   the owner holds `target`; the expiry is at least the lease
+--   0, pttl     somebody else holds the lock, for that many ms (-1: without an expiry)
+--   2, count    nothing was changed: the owner's count is neither before nor target (0: no field)
+--   3, message  nothing was changed: the server's refusal for this name
+--
+-- Idempotent: it writes `target` over `before` only, so a second run finds `target` and leaves it.
+-- The expiry is set by the same run as the field, and is never shortened.
+-- Leaves what Redisson leaves (checked by reading 3.8.1 to 4.7.0): hash, field -> count, expiry.
+
+local function acquire(name, owner, lease, before, target)
+  local left = redis.call('pttl', name)
+  if left == -2 then
+    if before ~= '0' then
+      return 2, '0'
+    end
+    local set = redis.pcall('hset', name, owner, target)
+    if type(set) == 'table' then
+      return 3, set.err
+    end
+    redis.call('pexpire', name, lease)
+    return 1, target
+  end
+  local count = redis.pcall('hget', name, owner)
+  if type(count) == 'table' then
+    return 3, count.err
+  end
+  if not count then
+    return 0, left
+  end
+  if count == before then
+    local set = redis.pcall('hset', name, owner, target)
+    if type(set) == 'table' then
+      return 3, set.err
+    end
+  elseif count ~= target then
+    return 2, count
+  end
+  if left < tonumber(lease) then
+    redis.call('pexpire', name, lease)
+  end
+  return 1, target
+end
+
+local reply = { ARGV[1] }
+for i, name in ipairs(KEYS) do
+  local at = 4 * i - 2
+  reply[2 * i], reply[2 * i + 1] = acquire(name, ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3])
+end
+return reply

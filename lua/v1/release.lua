@@ -1,0 +1,58 @@
+-- release.lua: lowers the owner's hold count on each of the locks named; a count of 0 frees the lock.
+--
+-- KEYS       name...  the hash of each lock
+-- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
+-- ARGV[2...] four for each name, in the order of KEYS:
+--            owner    the field CLIENT:THREAD that gives back
+--            channel  where the lock's waiters listen (an argument: it is not a key)
+--            lease    ms that the holds that stay are entitled to, a whole number above 0
+--            leave    the count to leave, 0 to free the lock
+--
+-- Reply: ticket, then two values for each name:
+--   1, 0        the lock is free: the key is deleted, `0` was published
+--   0, leave    the owner still holds `leave`; the expiry is at least the lease
+--   2, count    nothing was changed: the owner's count is below `leave` already (0: no field, not the owner)
+--   3, message  nothing was changed: the server's refusal for this name
+--
+-- Idempotent: it sets the count that it was told to leave, so a second run changes nothing (and answers
+-- 2, 0 where the first one freed the lock). A publish that the server refuses (ACL) never keeps the lock.
+-- Leaves what Redisson leaves (checked by reading 3.8.1 to 4.7.0).
+
+local function release(name, owner, channel, lease, leave)
+  local count = redis.pcall('hget', name, owner)
+  if type(count) == 'table' then
+    return 3, count.err
+  end
+  if not count then
+    return 2, '0'
+  end
+  if leave == '0' then
+    redis.call('del', name)
+    redis.pcall('publish', channel, '0')
+    return 1, '0'
+  end
+  if count ~= leave then
+    local have = tonumber(count)
+    if not have then
+      return 3, 'ERR the hold count is not a number'
+    end
+    if have < tonumber(leave) then
+      return 2, count
+    end
+    local set = redis.pcall('hset', name, owner, leave)
+    if type(set) == 'table' then
+      return 3, set.err
+    end
+  end
+  if redis.call('pttl', name) < tonumber(lease) then
+    redis.call('pexpire', name, lease)
+  end
+  return 0, leave
+end
+
+local reply = { ARGV[1] }
+for i, name in ipairs(KEYS) do
+  local at = 4 * i - 2
+  reply[2 * i], reply[2 * i + 1] = release(name, ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3])
+end
+return reply

@@ -1,0 +1,315 @@
+//! The waiting algorithm, once for all kinds of lock: try, subscribe, try again, sleep.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::OwnedMutexGuard;
+use tokio::time::{Instant, sleep_until, timeout_at};
+
+use crate::config::{LeaseTime, WaitTime};
+use crate::core::Core;
+use crate::error::{Error, LostReason, Step};
+use crate::holder::TaskId;
+use crate::holds::EntryRef;
+use crate::lease::{Lease, Mode};
+use crate::link::Failure;
+use crate::locks::{Acquired, Ident, Kind};
+use crate::release::{Handoff, Hold, settle};
+use crate::retry::Patience;
+use crate::wakeup::{Place, Turn};
+
+/// What came of waiting for a lock.
+pub(crate) enum Acquisition {
+    Granted(Hold),
+    /// The wait time is over; the holder's lease had that long to go when it was last asked for.
+    Contended {
+        waited: Duration,
+        remaining_ttl: Option<Duration>,
+    },
+}
+
+/// Acquires one hold for the holder in `ident`.
+///
+/// Dropping the future leaves nothing behind: a script that is under way is seen through in the background, and a
+/// hold that it brings is given back.
+pub(crate) async fn acquire(
+    core: Arc<Core>,
+    kind: &'static dyn Kind,
+    ident: Arc<Ident>,
+    mode: Mode,
+    wait: WaitTime,
+) -> Result<Acquisition, Error> {
+    core.ensure_open()?;
+    let begun = Instant::now();
+    let (ends, patience) = match wait {
+        WaitTime::Unlimited => (None, core.config.retry_timeout),
+        // Contention is waited out for the wait time; trouble with the server at least for one reply's time.
+        WaitTime::AtMost(wait) => {
+            (begun.checked_add(wait), wait.max(core.config.command_timeout).min(core.config.retry_timeout))
+        }
+    };
+    let entry = core.entry(&ident, kind);
+    let mut waiter =
+        Waiter { core, entry, mode, begun, ends, patience, place: None, remaining_ttl: None, warned: false };
+    let outcome = waiter.run().await;
+    if let Ok(Acquisition::Granted(_)) = &outcome {
+        waiter.core.wakeups.holder_granted(&ident);
+    }
+    outcome
+}
+
+struct Waiter {
+    core: Arc<Core>,
+    entry: EntryRef,
+    mode: Mode,
+    begun: Instant,
+    ends: Option<Instant>,
+    patience: Duration,
+    place: Option<Place>,
+    remaining_ttl: Option<Duration>,
+    warned: bool,
+}
+
+impl Waiter {
+    async fn run(&mut self) -> Result<Acquisition, Error> {
+        if self.ends == Some(self.begun) {
+            // No time to wait: one question, past any queue.
+            return Ok(match self.attempt().await? {
+                Attempt::Granted(hold) => Acquisition::Granted(hold),
+                Attempt::Held(ttl) => {
+                    self.remaining_ttl = ttl;
+                    self.contended()
+                }
+            });
+        }
+        loop {
+            if !self.wait_for_turn().await? {
+                return Ok(self.contended());
+            }
+            match self.attempt().await? {
+                Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
+                Attempt::Held(ttl) => {
+                    self.remaining_ttl = ttl;
+                    if let (Some(place), Some(ttl)) = (&self.place, ttl) {
+                        // A little later than the expiry, and never at once: an expiry is no reason to spin.
+                        const FLOOR: Duration = Duration::from_millis(5);
+                        place.try_again_by(Instant::now() + (ttl + Duration::from_millis(1)).max(FLOOR));
+                    }
+                    self.warn_of_self();
+                }
+            }
+        }
+    }
+
+    /// Waits until there is a reason to try; `false` when the wait time is over.
+    async fn wait_for_turn(&mut self) -> Result<bool, Error> {
+        loop {
+            if self.entry.live().is_some() {
+                // The holder has the lock: this is a re-entry, which waits for nobody.
+                return Ok(true);
+            }
+            let place = self.place.get_or_insert_with(|| self.core.wakeups.join(&self.entry.ident));
+            let until = match place.turn(spread(self.core.config.recheck_interval)) {
+                Turn::Try => return Ok(true),
+                Turn::Closed => return Err(Error::Closed),
+                Turn::Sleep(until) => until,
+            };
+            let until = match (until, self.ends) {
+                (Some(until), Some(ends)) => Some(until.min(ends)),
+                (until, ends) => until.or(ends),
+            };
+            match until {
+                Some(until) => tokio::select! {
+                    () = place.notified() => {}
+                    () = sleep_until(until) => {
+                        if self.ends.is_some_and(|ends| Instant::now() >= ends) {
+                            return Ok(false);
+                        }
+                    }
+                },
+                None => place.notified().await,
+            }
+        }
+    }
+
+    /// Asks the server once, and again while it is in trouble that may pass.
+    async fn attempt(&self) -> Result<Attempt, Error> {
+        let turn = Arc::clone(&self.entry.turn).lock_owned();
+        let limit = Instant::now() + self.patience;
+        let Ok(turn) = timeout_at(limit, turn).await else {
+            return Err(Error::Timeout { step: Step::EarlierOperation, after: self.patience });
+        };
+        self.core.ensure_open()?;
+        let attempt =
+            attempt(Arc::clone(&self.core), self.entry.clone(), self.mode, Patience::new(self.patience), turn);
+        Handoff::new(&self.core.background, attempt).await
+    }
+
+    fn contended(&self) -> Acquisition {
+        Acquisition::Contended { waited: self.begun.elapsed(), remaining_ttl: self.remaining_ttl }
+    }
+
+    /// Tells once if this task waits for itself.
+    fn warn_of_self(&mut self) {
+        if std::mem::replace(&mut self.warned, true) {
+            return;
+        }
+        let task = TaskId::current();
+        let own = self.core.holds.leases_of(&self.entry.ident.keys.name);
+        if let Some(lease) = own.iter().find(|lease| lease.taken_by(task)) {
+            tracing::warn!(
+                lock = %self.entry.ident.lock(),
+                held_by = %lease.ident.owner(),
+                wanted_by = %self.entry.ident.owner(),
+                "a task waits for a lock that it holds itself, under another holder: run the nested code in the holder's \
+                 scope (lock.run(..), guard.run(..), Holder::scope(..)), or build the client with HolderPolicy::PerTask",
+            );
+        }
+    }
+}
+
+enum Attempt {
+    Granted(Hold),
+    Held(Option<Duration>),
+}
+
+/// One attempt, seen through to an outcome that is known, or settled in the background.
+async fn attempt(
+    core: Arc<Core>,
+    entry: EntryRef,
+    mode: Mode,
+    mut patience: Patience,
+    turn: OwnedMutexGuard<()>,
+) -> Result<Attempt, Error> {
+    let time = match mode {
+        Mode::Watchdog => core.config.watchdog_timeout,
+        Mode::Fixed(lease) => lease,
+    };
+    let ident = &entry.ident;
+    let mut live = entry.live();
+    let record = live.as_ref().and_then(|lease| lease.live_count());
+    let mut before = match record {
+        Some(count) => count,
+        None if core.is_shared(ident.holder) => count(&core, &entry, &mut patience).await?,
+        None => 0,
+    };
+    let mut target = next(ident, before)?;
+    let mut unknown = false;
+    // Each correction takes in what the server says; more than a few mean that somebody else moves the count.
+    let mut corrections = 0;
+    let failure = loop {
+        let sent = Instant::now();
+        let reply = core.link.call(entry.kind.acquire(ident, before, target, time)).await;
+        match reply.and_then(|reply| entry.kind.acquired(reply)) {
+            Ok(Acquired::Granted) => {
+                return granted(core, &entry, live, mode, target, sent, time);
+            }
+            Ok(Acquired::Held(ttl)) => {
+                lose(&core, live.take());
+                return Ok(Attempt::Held(ttl));
+            }
+            Ok(Acquired::Other(found)) if corrections < 4 => {
+                corrections += 1;
+                if found == 0 {
+                    // Our record says that we hold it, the server that we do not.
+                    lose(&core, live.take());
+                    (before, target) = (0, 1);
+                } else if core.is_shared(ident.holder) {
+                    (before, target) = (found, next(ident, found)?);
+                } else {
+                    // Nobody else can be this holder, so the record is right, and what is too much came from a
+                    // script of ours whose outcome was never known: the target goes over it.
+                    before = found;
+                }
+            }
+            Ok(Acquired::Other(found)) => break Failure::Server(format!("the hold count keeps changing, now {found}")),
+            Err(failure) => {
+                unknown |= matches!(failure, Failure::Unknown(_));
+                if !failure.is_passing() || !patience.pause().await {
+                    break failure;
+                }
+            }
+        }
+    };
+    if !unknown {
+        return Err(ident.refused(failure));
+    }
+    let leave = record.unwrap_or(before);
+    let error = match failure {
+        Failure::Server(message) => Error::Server { lock: Some(ident.lock()), message },
+        Failure::NotSent(detail) | Failure::Unknown(detail) => {
+            Error::Unknown { lock: ident.lock(), step: Step::Acquire, detail }
+        }
+    };
+    settle(&core, entry.clone(), leave, turn);
+    Err(error)
+}
+
+/// Records what the server granted.
+fn granted(
+    core: Arc<Core>,
+    entry: &EntryRef,
+    live: Option<Arc<Lease>>,
+    mode: Mode,
+    count: i64,
+    sent: Instant,
+    time: LeaseTime,
+) -> Result<Attempt, Error> {
+    let proved_until = sent + time.provable();
+    let id = core.holds.fresh_id();
+    // The record may have run out while the reply was under way: then the older guards are lost.
+    let live = live.filter(|lease| lease.live_count().is_some());
+    let is_new = live.is_none();
+    let lease = live.unwrap_or_else(|| {
+        // What a private holder finds on the server can only be its own.
+        let base = if core.is_shared(entry.ident.holder) { count - 1 } else { 0 };
+        Arc::new(Lease::new(Arc::clone(&entry.ident), entry.kind, base))
+    });
+    lease.grant(id, mode, count, proved_until);
+    if is_new {
+        entry.set_lease(Some(Arc::clone(&lease)));
+        core.holds.insert(&lease);
+    }
+    // A re-entry with a lease of its own does not extend the others', so it must not put off their renewal.
+    if is_new || mode == Mode::Watchdog {
+        crate::renewal::plan(&core, &lease, sent);
+    }
+    let hold = Hold::new(core, entry.clone(), lease, id);
+    match hold.lease.lost() {
+        None => Ok(Attempt::Granted(hold)),
+        // The grant took longer to arrive than it was good for.
+        Some(reason) => Err(Error::Lost { lock: entry.ident.lock(), reason }),
+    }
+}
+
+/// The older guards of a possession that the server does not know are lost.
+fn lose(core: &Arc<Core>, lease: Option<Arc<Lease>>) {
+    if let Some(lease) = lease {
+        let reason = lease.lose(LostReason::Gone);
+        crate::renewal::tell_lost(core, &lease, reason, false);
+    }
+}
+
+/// Asks for the count of a holder that others may be as well.
+async fn count(core: &Core, entry: &EntryRef, patience: &mut Patience) -> Result<i64, Error> {
+    loop {
+        let reply = core.link.call(entry.kind.count(&entry.ident)).await;
+        match reply.and_then(|reply| entry.kind.counted(reply)) {
+            Ok(count) => return Ok(count),
+            Err(failure) if failure.is_passing() && patience.pause().await => {}
+            Err(failure) => return Err(entry.ident.refused(failure)),
+        }
+    }
+}
+
+fn next(ident: &Ident, count: i64) -> Result<i64, Error> {
+    count.checked_add(1).filter(|next| *next > 0).ok_or_else(|| Error::Server {
+        lock: Some(ident.lock()),
+        message: format!("the hold count is at its limit: {count}"),
+    })
+}
+
+/// Spreads the re-checks of many processes over a fifth of the interval.
+fn spread(interval: Duration) -> Duration {
+    interval.mul_f64(rand::random_range(0.8..1.0))
+}

@@ -1,0 +1,134 @@
+//! Settings that cannot hold an invalid value.
+
+use std::time::Duration;
+
+use crate::error::Error;
+use crate::holder::HolderPolicy;
+
+const LONGEST: Duration = Duration::from_secs(3650 * 24 * 60 * 60);
+
+/// A lease time in whole milliseconds: 1 ms to 3650 days.
+///
+/// Redis refuses an expiry that overflows, and 0 or less deletes the key
+/// (<https://redis.io/docs/latest/commands/pexpire/>).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct LeaseTime(u64);
+
+impl LeaseTime {
+    pub(crate) fn new(lease: Duration) -> Result<Self, Error> {
+        let problem = if lease < Duration::from_millis(1) {
+            "it is shorter than a millisecond"
+        } else if lease > LONGEST {
+            "it is too long"
+        } else {
+            // At most 3650 days, so the number fits.
+            return Ok(Self(lease.as_millis() as u64));
+        };
+        Err(Error::InvalidLease { lease, problem })
+    }
+
+    pub(crate) fn millis(self) -> u64 {
+        self.0
+    }
+
+    pub(crate) fn duration(self) -> Duration {
+        Duration::from_millis(self.0)
+    }
+
+    /// For how long after a script was sent the lease counts as proved.
+    ///
+    /// The server's expiry starts later, when the script runs, so all of the lease would do if clocks and timers
+    /// were perfect. The margin (a twentieth, at most half a second) is for clocks of unlike speed and for timers
+    /// that fire late: the holder has to hear of the loss before anybody else can have the lock.
+    pub(crate) fn provable(self) -> Duration {
+        let lease = self.duration();
+        lease - (lease / 20).clamp(Duration::from_millis(1), Duration::from_millis(500)).min(lease)
+    }
+}
+
+/// How long a caller is ready to wait for a lock that others hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WaitTime {
+    /// Without limit.
+    Unlimited,
+    /// At most this long; zero asks once.
+    AtMost(Duration),
+}
+
+impl WaitTime {
+    pub(crate) fn new(wait: Duration) -> Result<Self, Error> {
+        if wait > LONGEST {
+            return Err(Error::InvalidWait { wait });
+        }
+        Ok(Self::AtMost(wait))
+    }
+}
+
+/// The client's settings, as the builder gathered them.
+#[derive(Debug, Clone)]
+pub(crate) struct Config {
+    pub(crate) watchdog_timeout: LeaseTime,
+    pub(crate) holder_policy: HolderPolicy,
+    pub(crate) recheck_interval: Duration,
+    pub(crate) retry_timeout: Duration,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) command_timeout: Duration,
+    pub(crate) renewal_batch: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            watchdog_timeout: LeaseTime(30_000),
+            holder_policy: HolderPolicy::default(),
+            recheck_interval: Duration::from_secs(1),
+            retry_timeout: Duration::from_secs(10),
+            connect_timeout: Duration::from_secs(5),
+            command_timeout: Duration::from_secs(3),
+            renewal_batch: 100,
+        }
+    }
+}
+
+/// Refuses a duration outside the bounds that the message names.
+pub(crate) fn bounded(
+    setting: &'static str,
+    value: Duration,
+    bounds: std::ops::RangeInclusive<Duration>,
+    allowed: &'static str,
+) -> Result<Duration, Error> {
+    if bounds.contains(&value) {
+        Ok(value)
+    } else {
+        Err(Error::InvalidConfig { setting, problem: format!("{value:?} is out of bounds"), allowed })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leases_that_would_delete_the_key_or_overflow_are_refused() {
+        for lease in [Duration::ZERO, Duration::from_nanos(1), Duration::from_micros(999), Duration::MAX] {
+            assert!(matches!(LeaseTime::new(lease), Err(Error::InvalidLease { .. })), "{lease:?}");
+        }
+        assert!(LeaseTime::new(Duration::from_millis(i64::MAX as u64)).is_err());
+        assert_eq!(LeaseTime::new(Duration::from_micros(1_999)).unwrap().millis(), 1);
+        assert_eq!(LeaseTime::new(LONGEST).unwrap().duration(), LONGEST);
+    }
+
+    #[test]
+    fn a_lease_is_proved_for_less_than_it_lasts() {
+        for (lease, proved) in [(1, 0), (2, 1), (100, 95), (2_000, 1_900), (30_000, 29_500)] {
+            let lease = LeaseTime::new(Duration::from_millis(lease)).unwrap();
+            assert_eq!(lease.provable(), Duration::from_millis(proved));
+        }
+    }
+
+    #[test]
+    fn waits_are_bounded() {
+        assert_eq!(WaitTime::new(Duration::ZERO), Ok(WaitTime::AtMost(Duration::ZERO)));
+        assert!(matches!(WaitTime::new(Duration::MAX), Err(Error::InvalidWait { .. })));
+    }
+}

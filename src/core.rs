@@ -1,0 +1,78 @@
+//! What the rooms of one client share.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tokio::sync::watch;
+
+use crate::config::Config;
+use crate::error::{Error, Step};
+use crate::holder::{ClientId, Holder};
+use crate::holds::{EntryRef, Holds};
+use crate::keys::Keys;
+use crate::link::{Call, Failure, Link, Reply};
+use crate::locks::{Ident, Kind};
+use crate::release::Background;
+use crate::retry::Patience;
+use crate::wakeup::Wakeups;
+
+/// The rooms of a client. Its tasks hold it weakly: when the last lock, guard and client are gone, they end.
+pub(crate) struct Core {
+    pub(crate) client_id: ClientId,
+    /// Whether the client id came from outside, so that its holders may hold locks unknown to us.
+    pub(crate) adopted: bool,
+    pub(crate) config: Config,
+    pub(crate) link: Arc<Link>,
+    pub(crate) holds: Arc<Holds>,
+    pub(crate) wakeups: Arc<Wakeups>,
+    pub(crate) background: Background,
+    pub(crate) closed: AtomicBool,
+    /// Dropped with the core, which stops the tasks.
+    pub(crate) stop: watch::Sender<bool>,
+}
+
+impl Core {
+    pub(crate) fn ensure_open(&self) -> Result<(), Error> {
+        if self.closed.load(Ordering::Acquire) { Err(Error::Closed) } else { Ok(()) }
+    }
+
+    pub(crate) fn ident(&self, keys: &Keys, holder: Holder) -> Arc<Ident> {
+        Arc::new(Ident::new(keys.clone(), self.client_id, holder))
+    }
+
+    pub(crate) fn entry(&self, ident: &Arc<Ident>, kind: &'static dyn Kind) -> EntryRef {
+        self.holds.entry(ident, kind)
+    }
+
+    /// Whether the holder may hold locks that this client has no record of.
+    pub(crate) fn is_shared(&self, holder: Holder) -> bool {
+        self.adopted || !holder.is_private()
+    }
+
+    /// Makes a call that may be made any number of times, and asks again while the trouble may pass.
+    pub(crate) async fn ask(&self, call: Call, lock: &str, step: Step) -> Result<Reply, Error> {
+        self.ensure_open()?;
+        let mut patience = Patience::new(self.config.retry_timeout);
+        let mut unknown = false;
+        loop {
+            let failure = match self.link.call(call.clone()).await {
+                Ok(reply) => return Ok(reply),
+                Err(failure) => failure,
+            };
+            unknown |= matches!(failure, Failure::Unknown(_));
+            if failure.is_passing() && patience.pause().await {
+                self.ensure_open()?;
+                continue;
+            }
+            return Err(match failure {
+                Failure::Server(message) => Error::Server { lock: Some(lock.to_owned()), message },
+                Failure::NotSent(detail) | Failure::Unknown(detail) if step == Step::Inspect || !unknown => {
+                    Error::Connection { detail }
+                }
+                Failure::NotSent(detail) | Failure::Unknown(detail) => {
+                    Error::Unknown { lock: lock.to_owned(), step, detail }
+                }
+            });
+        }
+    }
+}

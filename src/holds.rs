@@ -1,0 +1,203 @@
+//! The table of what this client holds, keyed by lock entry, and the schedule of its upkeep.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use crate::lease::Lease;
+use crate::locks::{Ident, Kind};
+
+/// A lock and a holder: what the renewal table is keyed by.
+type EntryKey = (Bytes, i64);
+
+/// One holder's dealings with one lock.
+///
+/// Its operations on the server take turns: each script names the count that it expects, so the next
+/// may only be sent when the outcome of the one before is known.
+pub(crate) struct Entry {
+    pub(crate) ident: Arc<Ident>,
+    pub(crate) kind: &'static dyn Kind,
+    pub(crate) turn: Arc<tokio::sync::Mutex<()>>,
+    lease: Mutex<Option<Arc<Lease>>>,
+}
+
+impl Entry {
+    /// The possession that is alive and held.
+    pub(crate) fn live(&self) -> Option<Arc<Lease>> {
+        self.lease.lock().clone().filter(|lease| lease.live_count().is_some())
+    }
+
+    /// The latest possession, whatever became of it.
+    pub(crate) fn latest(&self) -> Option<Arc<Lease>> {
+        self.lease.lock().clone()
+    }
+
+    pub(crate) fn set_lease(&self, lease: Option<Arc<Lease>>) {
+        // The old one is dropped outside the lock.
+        let _old = std::mem::replace(&mut *self.lease.lock(), lease);
+    }
+}
+
+/// All entries that are in use, and which leases need a look when.
+pub(crate) struct Holds {
+    table: Mutex<Table>,
+    schedule: Mutex<Schedule>,
+    /// Signals that something is due earlier than the scheduler expects.
+    pub(crate) earlier: Notify,
+    ids: AtomicU64,
+}
+
+#[derive(Default)]
+struct Table {
+    entries: HashMap<EntryKey, Arc<Entry>>,
+    /// The leases of each lock that is held, for questions about a lock rather than an entry.
+    held: HashMap<Bytes, Vec<Arc<Lease>>>,
+}
+
+#[derive(Default)]
+struct Schedule {
+    queue: BTreeMap<(Instant, u64), Arc<Lease>>,
+    /// When the scheduler looks next; `None` while it sleeps without a timer.
+    next_look: Option<Instant>,
+}
+
+impl Holds {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            table: Mutex::default(),
+            schedule: Mutex::default(),
+            earlier: Notify::new(),
+            ids: AtomicU64::new(0),
+        })
+    }
+
+    /// A number for a hold or a place in the schedule.
+    pub(crate) fn fresh_id(&self) -> u64 {
+        self.ids.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The entry, made if need be.
+    pub(crate) fn entry(self: &Arc<Self>, ident: &Arc<Ident>, kind: &'static dyn Kind) -> EntryRef {
+        let key = (ident.keys.name.clone(), ident.holder.thread_id());
+        let entry = Arc::clone(self.table.lock().entries.entry(key).or_insert_with(|| {
+            Arc::new(Entry { ident: Arc::clone(ident), kind, turn: Arc::default(), lease: Mutex::new(None) })
+        }));
+        EntryRef { entry: Some(entry), holds: Arc::clone(self) }
+    }
+
+    /// Enters a new possession.
+    pub(crate) fn insert(&self, lease: &Arc<Lease>) {
+        self.table.lock().held.entry(lease.ident.keys.name.clone()).or_default().push(Arc::clone(lease));
+    }
+
+    /// Takes out a possession that has ended or is lost, so that nothing renews it any more. Tells whether it was in.
+    pub(crate) fn remove(&self, lease: &Arc<Lease>) -> bool {
+        let mut removed = None;
+        {
+            let mut table = self.table.lock();
+            if let Some(leases) = table.held.get_mut(&lease.ident.keys.name) {
+                if let Some(at) = leases.iter().position(|other| Arc::ptr_eq(other, lease)) {
+                    removed = Some(leases.swap_remove(at));
+                }
+                if leases.is_empty() {
+                    table.held.remove(&lease.ident.keys.name);
+                }
+            }
+        }
+        let unscheduled = {
+            let mut schedule = self.schedule.lock();
+            let place = lease.place.lock().take();
+            place.and_then(|place| schedule.queue.remove(&place))
+        };
+        drop(unscheduled);
+        removed.is_some()
+    }
+
+    /// The possessions of a lock by any holder of this client.
+    pub(crate) fn leases_of(&self, name: &Bytes) -> Vec<Arc<Lease>> {
+        self.table.lock().held.get(name).cloned().unwrap_or_default()
+    }
+
+    /// All possessions.
+    pub(crate) fn leases(&self) -> Vec<Arc<Lease>> {
+        self.table.lock().held.values().flatten().cloned().collect()
+    }
+
+    /// Sets when the scheduler looks at a lease.
+    pub(crate) fn schedule(&self, lease: &Arc<Lease>, at: Instant) {
+        let place = (at, self.fresh_id());
+        let mut schedule = self.schedule.lock();
+        if let Some(old) = lease.place.lock().replace(place) {
+            schedule.queue.remove(&old);
+        }
+        schedule.queue.insert(place, Arc::clone(lease));
+        if schedule.next_look.is_none_or(|look| at < look) {
+            // Once is enough: the scheduler will set its own next look.
+            schedule.next_look = Some(at);
+            drop(schedule);
+            self.earlier.notify_one();
+        }
+    }
+
+    /// Takes out the leases that are due by then.
+    pub(crate) fn take_due(&self, by: Instant) -> Vec<Arc<Lease>> {
+        let mut schedule = self.schedule.lock();
+        let later = schedule.queue.split_off(&(by, u64::MAX));
+        let due = std::mem::replace(&mut schedule.queue, later);
+        due.into_values().inspect(|lease| *lease.place.lock() = None).collect()
+    }
+
+    /// When the scheduler has to look next.
+    pub(crate) fn next_look(&self) -> Option<Instant> {
+        let mut schedule = self.schedule.lock();
+        schedule.next_look = schedule.queue.first_key_value().map(|((at, _), _)| *at);
+        schedule.next_look
+    }
+}
+
+/// A reference that keeps an entry in the table; the last one takes it out.
+pub(crate) struct EntryRef {
+    /// `None` only while it is being dropped.
+    entry: Option<Arc<Entry>>,
+    holds: Arc<Holds>,
+}
+
+impl Clone for EntryRef {
+    fn clone(&self) -> Self {
+        Self { entry: self.entry.clone(), holds: Arc::clone(&self.holds) }
+    }
+}
+
+impl Deref for EntryRef {
+    type Target = Arc<Entry>;
+
+    fn deref(&self) -> &Arc<Entry> {
+        match &self.entry {
+            Some(entry) => entry,
+            None => unreachable!("an entry is taken out of its reference only while that is dropped"),
+        }
+    }
+}
+
+impl Drop for EntryRef {
+    fn drop(&mut self) {
+        let Some(entry) = self.entry.take() else { return };
+        let key = (entry.ident.keys.name.clone(), entry.ident.holder.thread_id());
+        let removed = {
+            let mut table = self.holds.table.lock();
+            // Given up under the table's lock, so that of two last references one sees that it is the last.
+            drop(entry);
+            match table.entries.get(&key) {
+                Some(only) if Arc::strong_count(only) == 1 => table.entries.remove(&key),
+                _ => None,
+            }
+        };
+        drop(removed);
+    }
+}

@@ -1,0 +1,85 @@
+//! Every key and channel name, and which lock names are refused.
+
+use bytes::Bytes;
+
+use crate::error::Error;
+
+/// The longest lock name, in bytes. A key may be longer in Redis, but a lock's name is not a document.
+pub const MAX_NAME_LEN: usize = 16 * 1024;
+
+/// The keys of one lock.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Keys {
+    /// The hash, field `CLIENT:THREAD` -> hold count.
+    pub(crate) name: Bytes,
+    /// Where its unlock is published.
+    pub(crate) channel: Bytes,
+}
+
+impl Keys {
+    /// The keys of a reentrant lock (Redisson 3.2.0 and later).
+    pub(crate) fn reentrant(name: &str) -> Result<Self, Error> {
+        let problem = if name.is_empty() {
+            "it is empty"
+        } else if name.len() > MAX_NAME_LEN {
+            "it is too long"
+        } else {
+            let channel = format!("redisson_lock__channel:{}", tagged(name)).into();
+            return Ok(Self { name: Bytes::copy_from_slice(name.as_bytes()), channel });
+        };
+        Err(Error::InvalidName { name: shortened(name), problem })
+    }
+
+    /// The name as the caller gave it.
+    pub(crate) fn display(&self) -> String {
+        String::from_utf8_lossy(&self.name).into_owned()
+    }
+}
+
+/// A name with a hash tag: as it is if it has an opening brace already, in braces otherwise (Redisson's rule).
+fn tagged(name: &str) -> String {
+    if name.contains('{') { name.to_owned() } else { format!("{{{name}}}") }
+}
+
+fn shortened(name: &str) -> String {
+    const SHOWN: usize = 64;
+    match name.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}… ({} bytes)", &name[..end], name.len()),
+        None => name.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_follow_redissons_brace_rule() {
+        for (name, channel) in [
+            ("order:42", "redisson_lock__channel:{order:42}"),
+            ("order:{42}", "redisson_lock__channel:order:{42}"),
+            ("a{", "redisson_lock__channel:a{"),
+            ("a}b", "redisson_lock__channel:{a}b}"),
+            ("käse 🧀", "redisson_lock__channel:{käse 🧀}"),
+        ] {
+            assert_eq!(Keys::reentrant(name).unwrap().channel, channel.as_bytes());
+        }
+    }
+
+    #[test]
+    fn names_are_taken_as_they_are() {
+        for name in [" ", "a b", "a\r\nb", "a\0b", "\u{202e}x", "\"'", "{}", "{}x", "a{b}c"] {
+            assert_eq!(Keys::reentrant(name).unwrap().name, name.as_bytes());
+        }
+    }
+
+    #[test]
+    fn empty_and_endless_names_are_refused() {
+        assert!(matches!(Keys::reentrant(""), Err(Error::InvalidName { .. })));
+        assert!(Keys::reentrant(&"é".repeat(MAX_NAME_LEN / 2)).is_ok());
+        let Err(Error::InvalidName { name, .. }) = Keys::reentrant(&"é".repeat(1 << 20)) else {
+            panic!("a name of 2 MiB was taken");
+        };
+        assert!(name.len() < 200, "{name}");
+    }
+}

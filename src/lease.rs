@@ -1,0 +1,299 @@
+//! One unbroken possession of a lock: from a hold count of 0 until it is 0 again, or until it is lost.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use crate::config::LeaseTime;
+use crate::error::LostReason;
+use crate::holder::TaskId;
+use crate::holds::EntryRef;
+use crate::locks::{Ident, Kind};
+
+/// How long a hold lasts if nobody gives it back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// As long as the client lives: renewed to the watchdog timeout.
+    Watchdog,
+    /// This long, without renewal.
+    Fixed(LeaseTime),
+}
+
+/// The state that the guards of one possession share.
+///
+/// | state    | `lost` | `holds`   | left by |
+/// |----------|--------|-----------|---------|
+/// | held     | `None` | not empty | the last release (ended), or a loss (lost) |
+/// | ended    | `None` | empty     | never: the next acquire makes a new lease |
+/// | lost     | `Some` | any       | never |
+pub(crate) struct Lease {
+    pub(crate) ident: Arc<Ident>,
+    pub(crate) kind: &'static dyn Kind,
+    state: Mutex<State>,
+    changed: Notify,
+    /// Its place in the schedule, which only the schedule moves.
+    pub(crate) place: Mutex<Option<(Instant, u64)>>,
+}
+
+struct State {
+    holds: Vec<Held>,
+    /// The hold count on the server.
+    count: i64,
+    /// The part of it that was there before us (a holder that was handed over).
+    base: i64,
+    /// Until when the server cannot have let the lock expire, by our clock.
+    proved_until: Instant,
+    lost: Option<LostReason>,
+    renewing: bool,
+    /// Whether somebody sees to it that a lost lease leaves nothing on the server.
+    cleaned: bool,
+    due: Option<Instant>,
+}
+
+struct Held {
+    id: u64,
+    mode: Mode,
+    task: TaskId,
+    /// Keeps the entry of a hold that no guard stands for.
+    forgotten: Option<EntryRef>,
+}
+
+/// What a release has to do.
+pub(crate) struct Leaving {
+    /// The count to leave on the server.
+    pub(crate) leave: i64,
+    /// The lease that the remaining holds are entitled to, if there are any.
+    pub(crate) stay: Option<Mode>,
+}
+
+/// What the scheduler has to do about a lease.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Upkeep {
+    /// Nothing ever again.
+    None,
+    /// Renew it now.
+    Renew,
+    /// Look again then.
+    At(Instant),
+    /// It is lost; the flag says whether the server has to be cleaned up.
+    Lost { reason: LostReason, clean: bool },
+}
+
+impl Lease {
+    /// A possession that is about to begin, over `base` holds that were there before us.
+    pub(crate) fn new(ident: Arc<Ident>, kind: &'static dyn Kind, base: i64) -> Self {
+        Self {
+            ident,
+            kind,
+            state: Mutex::new(State {
+                holds: Vec::with_capacity(1),
+                count: base,
+                base,
+                proved_until: Instant::now(),
+                lost: None,
+                renewing: false,
+                cleaned: false,
+                due: None,
+            }),
+            changed: Notify::new(),
+            place: Mutex::new(None),
+        }
+    }
+
+    /// Records a hold that the server granted, which left `count` there.
+    pub(crate) fn grant(&self, id: u64, mode: Mode, count: i64, proved_until: Instant) {
+        let mut state = self.state.lock();
+        state.holds.push(Held { id, mode, task: TaskId::current(), forgotten: None });
+        state.count = count;
+        state.proved_until = state.proved_until.max(proved_until);
+    }
+
+    /// The hold count on the server, while the lease is alive and held.
+    pub(crate) fn live_count(&self) -> Option<i64> {
+        let mut state = self.state.lock();
+        (state.check().is_none() && !state.holds.is_empty()).then_some(state.count)
+    }
+
+    /// Whether it was lost, and how. Looks at the clock, so it is never late.
+    pub(crate) fn lost(&self) -> Option<LostReason> {
+        self.state.lock().check()
+    }
+
+    /// Resolves when it is lost; never after it has ended.
+    pub(crate) async fn wait_lost(&self) -> LostReason {
+        loop {
+            let changed = self.changed.notified();
+            let proved_until = {
+                let mut state = self.state.lock();
+                if let Some(reason) = state.check() {
+                    return reason;
+                }
+                if state.holds.is_empty() { None } else { Some(state.proved_until) }
+            };
+            match proved_until {
+                // An extension needs no signal: a timer that fires early only looks again.
+                Some(until) => tokio::select! {
+                    () = changed => {}
+                    () = tokio::time::sleep_until(until) => {}
+                },
+                None => changed.await,
+            }
+        }
+    }
+
+    /// Until when it is proved, by our clock.
+    pub(crate) fn proved_until(&self) -> Instant {
+        self.state.lock().proved_until
+    }
+
+    /// For how much longer it is proved; zero once it is lost.
+    pub(crate) fn remaining(&self) -> Duration {
+        let mut state = self.state.lock();
+        match state.check() {
+            Some(_) => Duration::ZERO,
+            None => state.proved_until.saturating_duration_since(Instant::now()),
+        }
+    }
+
+    /// Marks it lost. A lease is lost once, and the first reason stays.
+    pub(crate) fn lose(&self, reason: LostReason) -> LostReason {
+        let reason = *self.state.lock().lost.get_or_insert(reason);
+        self.changed.notify_waiters();
+        reason
+    }
+
+    /// Takes a hold out, before its release is sent: from then on it is not renewed.
+    pub(crate) fn begin_release(&self, id: u64) -> Option<Result<Leaving, LostReason>> {
+        let (kept, leaving) = {
+            let mut state = self.state.lock();
+            let lost = state.check();
+            let at = state.holds.iter().position(|hold| hold.id == id)?;
+            let hold = state.holds.swap_remove(at);
+            let leaving = match lost {
+                Some(reason) => Err(reason),
+                // By our record of the holds, not by the server's count: that may hold what a lost reply left.
+                None => Ok(Leaving { leave: state.base + state.holds.len() as i64, stay: state.longest() }),
+            };
+            (hold.forgotten, leaving)
+        };
+        // Outside the lock: the entry's last reference takes the table's lock.
+        drop(kept);
+        Some(leaving)
+    }
+
+    /// Records what a release or a renewal left on the server.
+    pub(crate) fn confirmed(&self, count: Option<i64>, proved_until: Instant) {
+        let mut state = self.state.lock();
+        if let Some(count) = count {
+            state.count = count;
+        }
+        state.proved_until = state.proved_until.max(proved_until);
+    }
+
+    /// Whether a task took a hold of it.
+    pub(crate) fn taken_by(&self, task: TaskId) -> bool {
+        let mut state = self.state.lock();
+        state.check().is_none() && state.holds.iter().any(|hold| hold.task == task)
+    }
+
+    /// Lets a hold live without its guard.
+    pub(crate) fn forget(&self, id: u64, entry: EntryRef) {
+        let mut state = self.state.lock();
+        let spare = match state.holds.iter_mut().find(|hold| hold.id == id) {
+            Some(hold) => hold.forgotten.replace(entry),
+            None => Some(entry),
+        };
+        drop(state);
+        drop(spare);
+    }
+
+    /// The newest hold that no guard stands for.
+    pub(crate) fn newest_forgotten(&self) -> Option<u64> {
+        self.state.lock().holds.iter().rev().find(|hold| hold.forgotten.is_some()).map(|hold| hold.id)
+    }
+
+    /// What was on the server before us.
+    pub(crate) fn base(&self) -> i64 {
+        self.state.lock().base
+    }
+
+    /// What the scheduler has to do about it now, `soon` being how early a renewal may be.
+    pub(crate) fn upkeep(&self, period: Duration, soon: Duration) -> Upkeep {
+        let now = Instant::now();
+        let mut released = Vec::new();
+        let upkeep = {
+            let mut state = self.state.lock();
+            if let Some(reason) = state.check() {
+                let clean = !std::mem::replace(&mut state.cleaned, true);
+                // Nobody gives back what is lost: holds without guards end here.
+                released = state.holds.iter_mut().filter_map(|hold| hold.forgotten.take()).collect();
+                Upkeep::Lost {
+                    reason,
+                    clean: clean && reason != LostReason::Gone && reason != LostReason::ForceUnlocked,
+                }
+            } else if state.holds.is_empty() {
+                Upkeep::None
+            } else if state.renewing || !state.renews() {
+                Upkeep::At(state.proved_until)
+            } else if state.due.is_some_and(|due| due > now + soon) {
+                Upkeep::At(state.proved_until.min(state.due.unwrap_or(now + period)))
+            } else {
+                state.renewing = true;
+                Upkeep::Renew
+            }
+        };
+        drop(released);
+        if matches!(upkeep, Upkeep::Lost { .. }) {
+            self.changed.notify_waiters();
+        }
+        upkeep
+    }
+
+    /// Whether anybody still has to see to it that a lost lease leaves nothing behind; answers yes once.
+    pub(crate) fn claim_cleaning(&self) -> bool {
+        !std::mem::replace(&mut self.state.lock().cleaned, true)
+    }
+
+    /// Says that a renewal is over, so that the next may begin.
+    pub(crate) fn renewal_over(&self) {
+        self.state.lock().renewing = false;
+    }
+
+    /// Sets when the scheduler looks next: `at` for a renewal, and never later than the proof lasts.
+    pub(crate) fn plan(&self, at: Instant) -> Instant {
+        let mut state = self.state.lock();
+        state.due = Some(at);
+        if state.renews() { at.min(state.proved_until) } else { state.proved_until }
+    }
+}
+
+impl State {
+    /// Whether it is lost, by what is known or by the clock.
+    fn check(&mut self) -> Option<LostReason> {
+        if self.lost.is_none() && !self.holds.is_empty() && Instant::now() >= self.proved_until {
+            self.lost = Some(LostReason::Expired);
+        }
+        self.lost
+    }
+
+    fn renews(&self) -> bool {
+        self.holds.iter().any(|hold| hold.mode == Mode::Watchdog)
+    }
+
+    fn longest(&self) -> Option<Mode> {
+        if self.renews() {
+            return Some(Mode::Watchdog);
+        }
+        self.holds
+            .iter()
+            .filter_map(|hold| match hold.mode {
+                Mode::Fixed(lease) => Some(lease),
+                Mode::Watchdog => None,
+            })
+            .max()
+            .map(Mode::Fixed)
+    }
+}

@@ -1,0 +1,86 @@
+//! The link to the server: calls with four outcomes, and the events of publish/subscribe.
+//!
+//! Nothing outside this room knows which client library carries a call. A [`Call`] names its keys
+//! apart from its arguments, so that a link to a cluster can route it, and a call is a value that
+//! is handed over before it is awaited, so that a link may gather several into one write.
+
+use bytes::Bytes;
+
+mod client;
+mod line;
+mod pubsub;
+mod settings;
+
+pub(crate) use client::Link;
+pub(crate) use pubsub::{Event, PubSub, Subscribed};
+pub(crate) use settings::Settings;
+
+/// One command or script for the server.
+#[derive(Debug, Clone)]
+pub(crate) struct Call {
+    pub(crate) what: What,
+    pub(crate) keys: Vec<Bytes>,
+    pub(crate) args: Vec<Bytes>,
+}
+
+impl Call {
+    /// A plain command on one key.
+    pub(crate) fn command(name: &'static str, key: Bytes, args: Vec<Bytes>) -> Self {
+        Self { what: What::Command(name), keys: vec![key], args }
+    }
+}
+
+/// What is to be run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum What {
+    /// A script: called by its SHA-1, by its text where the server does not know it (any more).
+    Script { sha1: &'static str, text: &'static str },
+    /// A plain command.
+    Command(&'static str),
+}
+
+/// A reply, free of any client library's types.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Reply {
+    Nil,
+    Int(i64),
+    Text(Bytes),
+    List(Vec<Reply>),
+}
+
+impl Reply {
+    /// The number that it is or that it spells.
+    pub(crate) fn as_int(&self) -> Option<i64> {
+        match self {
+            Reply::Int(number) => Some(*number),
+            Reply::Text(text) => std::str::from_utf8(text).ok()?.parse().ok(),
+            Reply::Nil | Reply::List(_) => None,
+        }
+    }
+}
+
+/// Why a call has no reply. With the reply these are the four outcomes that a call can have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// The server answered with an error.
+    Server(String),
+    /// The call was never sent.
+    NotSent(String),
+    /// The call was sent, or may have been; it may run, may have run, or may be lost.
+    Unknown(String),
+}
+
+impl Failure {
+    /// Whether the same call may well succeed a little later.
+    pub(crate) fn is_passing(&self) -> bool {
+        const PASSING: [&str; 7] =
+            ["LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "READONLY", "NOREPLICAS"];
+        match self {
+            Failure::Server(message) => {
+                let code = message.split(' ').next().unwrap_or_default();
+                PASSING.contains(&code)
+            }
+            Failure::NotSent(_) | Failure::Unknown(_) => true,
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Where the server is and how long to wait for it.
+
+use std::fmt;
+use std::time::Duration;
+
+use fred::types::RespVersion;
+use fred::types::config::{Config, ConnectionConfig, PerformanceConfig, ReconnectPolicy};
+use url::Url;
+
+use crate::error::Error;
+
+/// How the link reaches its server. Its `Debug` shows no secret.
+#[derive(Clone)]
+pub(crate) struct Settings {
+    config: Config,
+    connect_timeout: Duration,
+    command_timeout: Duration,
+}
+
+impl Settings {
+    /// Reads a URL, and refuses what this link cannot do as it was asked to.
+    pub(crate) fn parse(url: &str, connect_timeout: Duration, command_timeout: Duration) -> Result<Self, Error> {
+        // No message repeats the URL: it may carry a password.
+        let parsed = Url::parse(url).map_err(|problem| refused(&problem.to_string()))?;
+        match parsed.scheme() {
+            "redis" | "valkey" => {}
+            "rediss" | "valkeys" => {
+                return Err(refused(
+                    "TLS is not supported yet, and connecting in plain text instead would betray what was asked for",
+                ));
+            }
+            scheme if scheme.contains("cluster") || scheme.contains("sentinel") => {
+                return Err(refused("clusters and sentinels are not supported yet"));
+            }
+            _ => return Err(refused("the scheme is not redis")),
+        }
+        if parsed.host_str().is_none_or(str::is_empty) {
+            return Err(refused("there is no host"));
+        }
+        if parsed.query().is_some() || parsed.fragment().is_some() {
+            return Err(refused("nothing may follow the database number"));
+        }
+        let mut config = Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
+        // Push messages beside replies, and maps as maps (https://github.com/redis/redis-specifications, RESP3).
+        config.version = RespVersion::RESP3;
+        Ok(Self { config, connect_timeout, command_timeout })
+    }
+
+    pub(super) fn command_timeout(&self) -> Duration {
+        self.command_timeout
+    }
+
+    pub(super) fn connect_timeout(&self) -> Duration {
+        self.connect_timeout
+    }
+
+    /// A client that is configured for locks, not connected yet. The first one fails fast, so that a wrong
+    /// address is an error at once; one that replaces another tries until it succeeds.
+    pub(super) fn client(&self, fail_fast: bool) -> fred::clients::Client {
+        let config = Config { fail_fast, ..self.config.clone() };
+        let connection = ConnectionConfig {
+            connection_timeout: self.connect_timeout,
+            internal_command_timeout: self.command_timeout,
+            // A script whose reply is lost must not be sent again behind our back.
+            max_command_attempts: 1,
+            max_redirections: 0,
+            tcp: fred::types::config::TcpConfig { nodelay: Some(true), ..Default::default() },
+            ..Default::default()
+        };
+        let performance = PerformanceConfig {
+            default_command_timeout: self.command_timeout,
+            // What does not fit is dropped, and then every waiter has to be woken.
+            broadcast_channel_capacity: 16_384,
+            ..Default::default()
+        };
+        let policy = ReconnectPolicy::new_exponential(0, 5, 250, 2);
+        fred::clients::Client::new(config, Some(performance), Some(connection), Some(policy))
+    }
+}
+
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Settings")
+            .field("hosts", &self.config.server.hosts())
+            .field("database", &self.config.database)
+            .field("connect_timeout", &self.connect_timeout)
+            .field("command_timeout", &self.command_timeout)
+            .finish_non_exhaustive()
+    }
+}
+
+fn refused(problem: &str) -> Error {
+    Error::InvalidConfig {
+        setting: "url",
+        problem: problem.to_owned(),
+        allowed: "redis://[user[:password]@]host[:port][/database]",
+    }
+}

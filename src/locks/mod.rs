@@ -1,0 +1,97 @@
+//! The kinds of lock, one file each, and what the shared rooms need to know of a kind.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use crate::config::LeaseTime;
+use crate::error::Error;
+use crate::holder::{ClientId, Holder, owner_field};
+use crate::keys::Keys;
+use crate::link::{Call, Failure, Reply};
+
+pub(crate) mod guard;
+pub(crate) mod reentrant;
+pub(crate) mod requests;
+
+/// A lock and who wants it, as the scripts see it.
+#[derive(Debug)]
+pub(crate) struct Ident {
+    pub(crate) keys: Keys,
+    pub(crate) holder: Holder,
+    pub(crate) owner: Bytes,
+}
+
+impl Ident {
+    pub(crate) fn new(keys: Keys, client: ClientId, holder: Holder) -> Self {
+        Self { owner: owner_field(client, holder), keys, holder }
+    }
+
+    pub(crate) fn lock(&self) -> String {
+        self.keys.display()
+    }
+
+    pub(crate) fn owner(&self) -> String {
+        String::from_utf8_lossy(&self.owner).into_owned()
+    }
+
+    /// The error for a call of which nothing is left to be settled.
+    pub(crate) fn refused(&self, failure: Failure) -> Error {
+        match failure {
+            Failure::Server(message) => Error::Server { lock: Some(self.lock()), message },
+            Failure::NotSent(detail) | Failure::Unknown(detail) => Error::Connection { detail },
+        }
+    }
+}
+
+/// A kind of lock: which scripts move it, and how their answers are read.
+pub(crate) trait Kind: Send + Sync + 'static {
+    /// Takes a hold: `target` over `before`.
+    fn acquire(&self, ident: &Ident, before: i64, target: i64, lease: LeaseTime) -> Call;
+    fn acquired(&self, reply: Reply) -> Result<Acquired, Failure>;
+
+    /// Gives holds back until `leave` are left.
+    fn release(&self, ident: &Ident, leave: i64, lease: LeaseTime) -> Call;
+    fn released(&self, reply: Reply) -> Result<Released, Failure>;
+
+    /// Restores the leases of many.
+    fn renew(&self, idents: &[Arc<Ident>], lease: LeaseTime) -> Call;
+    fn renewed(&self, reply: Reply, locks: usize) -> Result<Vec<Renewed>, Failure>;
+
+    /// Asks for the owner's hold count.
+    fn count(&self, ident: &Ident) -> Call;
+    fn counted(&self, reply: Reply) -> Result<i64, Failure>;
+}
+
+/// What an acquire found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Acquired {
+    /// The owner holds `target`.
+    Granted,
+    /// Somebody else holds the lock, for that long (`None`: without an expiry).
+    Held(Option<Duration>),
+    /// The owner's count is another one.
+    Other(i64),
+}
+
+/// What a release found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Released {
+    /// The lock is free.
+    Freed,
+    /// The owner still holds what it was told to leave.
+    Left,
+    /// The owner's count was lower already.
+    Below(i64),
+}
+
+/// What a renewal found for one lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Renewed {
+    Yes,
+    /// The owner does not hold it.
+    Gone,
+    /// The server refused it for this lock.
+    Refused(String),
+}

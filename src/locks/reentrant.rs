@@ -1,0 +1,410 @@
+//! The reentrant lock, Redisson's `RLock`.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::requests::{LockRequest, Options, RunRequest, TryLockRequest};
+use super::{Acquired, Ident, Kind, Released, Renewed};
+use crate::config::LeaseTime;
+use crate::core::Core;
+use crate::error::{Error, LostReason, Step};
+use crate::holder::Holder;
+use crate::keys::Keys;
+use crate::link::{Call, Failure, Reply};
+use crate::release;
+use crate::script::catalog::{ACQUIRE, COUNT, FORCE_UNLOCK, RELEASE, RENEW};
+use crate::script::{Answer, REFUSED, answer, answers};
+
+/// A reentrant lock that all clients of one server share, Java services with Redisson's `RLock` included.
+///
+/// Made by [`LockClient::lock`](crate::LockClient::lock); cheap to clone. Making one sends nothing: a name that cannot
+/// be used is refused by the first operation.
+///
+/// Whose hold an acquisition becomes, and when it re-enters, is told at [`Holder`].
+#[derive(Clone)]
+pub struct ReentrantLock {
+    core: Arc<Core>,
+    keys: Result<Keys, Error>,
+}
+
+impl ReentrantLock {
+    pub(crate) fn new(core: Arc<Core>, name: &str) -> Self {
+        Self { core, keys: Keys::reentrant(name) }
+    }
+
+    /// Acquires the lock, runs the future as its holder, and releases the lock: what a synchronized block is in Java.
+    ///
+    /// Whatever the future calls re-enters: it locks the same lock again without waiting. If the lease is lost, the
+    /// future is dropped where it stands and the error is [`Error::Lost`]; a result comes out only if the lock was held
+    /// for as long as the future ran. Waits for the lock without limit unless [`RunRequest::wait`] says how long.
+    ///
+    /// ```no_run
+    /// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {
+    /// let total = client.lock("order:42").run(async { 40 + 2 }).await?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// * [`Error::Lost`]: the lock was lost while the future ran. It was stopped, possibly half-way.
+    /// * [`Error::Contended`]: the wait time ran out; the future never ran.
+    /// * Any error of [`ReentrantLock::lock`]; the future never ran.
+    ///
+    /// A release that stays unanswered after the future has run under a proven lease does not spoil its result: it is
+    /// finished in the background.
+    ///
+    /// # Cancel safety
+    /// Dropping it drops the future given, and releases the lock in the background.
+    pub fn run<F: Future>(&self, future: F) -> RunRequest<F> {
+        RunRequest::new(self.options(), future)
+    }
+
+    /// Acquires the lock; waits for it without limit.
+    ///
+    /// Without [`lease`](LockRequest::lease) the lock gets the watchdog timeout and is renewed until it is released.
+    ///
+    /// # Errors
+    /// * [`Error::InvalidName`], [`Error::InvalidLease`], [`Error::InvalidWait`]: nothing was sent.
+    /// * [`Error::Contended`]: the time of [`wait`](LockRequest::wait) ran out.
+    /// * [`Error::Connection`], [`Error::Unknown`]: the server was out of reach for the client's retry timeout. After
+    ///   `Unknown` the lock may have been taken; the background gives it back.
+    /// * [`Error::Server`]: the server refused, for example because the key holds another type.
+    /// * [`Error::Timeout`]: an earlier operation of the same holder on this lock is still unanswered.
+    /// * [`Error::Lost`]: the grant arrived after its lease was over.
+    /// * [`Error::Closed`]: the client is shut down.
+    ///
+    /// # Cancel safety
+    /// Dropping it gives up the place among the waiters, and passes a wake-up on. If a script is under way, the
+    /// background sees it through and gives back what it brings.
+    pub fn lock(&self) -> LockRequest {
+        LockRequest::new(self.options())
+    }
+
+    /// Acquires the lock if it is free; `None` if somebody else holds it.
+    ///
+    /// With [`wait`](TryLockRequest::wait) it waits that long before it answers `None`.
+    ///
+    /// # Errors
+    /// Those of [`ReentrantLock::lock`] without [`Error::Contended`].
+    ///
+    /// # Cancel safety
+    /// As [`ReentrantLock::lock`].
+    pub fn try_lock(&self) -> TryLockRequest {
+        TryLockRequest::new(self.options())
+    }
+
+    /// Gives back one hold of the current holder that no guard stands for, as `RLock.unlock()` does.
+    ///
+    /// For ported code, together with [`LockGuard::forget`](crate::LockGuard::forget), and for locks that were handed
+    /// over from another process. Holds that belong to a guard are not touched.
+    ///
+    /// # Errors
+    /// * [`Error::NotHeld`]: there is no current holder, or it has no hold that could be given back here.
+    /// * [`Error::Lost`]: the hold was lost before.
+    /// * [`Error::Unknown`], [`Error::Connection`], [`Error::Server`], [`Error::Closed`]: as for
+    ///   [`LockGuard::unlock`](crate::LockGuard::unlock).
+    ///
+    /// # Cancel safety
+    /// Once begun it is finished in the background.
+    pub async fn unlock(&self) -> Result<(), Error> {
+        let keys = self.keys.clone()?;
+        let Some(holder) = self.holder() else {
+            return Err(Error::NotHeld {
+                lock: keys.display(),
+                problem: "there is no current holder: unlock the guard, or unlock in the scope that locked".into(),
+            });
+        };
+        self.core.ensure_open()?;
+        let ident = self.core.ident(&keys, holder);
+        let entry = self.core.entry(&ident, &Reentrant);
+        let Some(lease) = entry.latest() else {
+            return self.unlock_unrecorded(&ident).await;
+        };
+        match lease.newest_forgotten() {
+            Some(id) => release::give_back(&self.core, entry, lease, id).await,
+            None => match lease.lost() {
+                Some(reason) => Err(Error::Lost { lock: ident.lock(), reason }),
+                None => Err(Error::NotHeld {
+                    lock: ident.lock(),
+                    problem: format!(
+                        "every hold of {} belongs to a guard: unlock the guard, or forget() it first",
+                        ident.owner()
+                    ),
+                }),
+            },
+        }
+    }
+
+    /// Whether anybody holds the lock.
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`], [`Error::Connection`], [`Error::Server`], [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it may be dropped at any time. So may all questions below.
+    pub async fn is_locked(&self) -> Result<bool, Error> {
+        Ok(self.inspect("EXISTS", vec![]).await?.as_int() == Some(1))
+    }
+
+    /// Whether the current holder holds the lock, by the server's word. `false` where there is no current holder.
+    ///
+    /// # Errors
+    /// As [`ReentrantLock::is_locked`].
+    pub async fn is_held(&self) -> Result<bool, Error> {
+        Ok(self.hold_count().await? > 0)
+    }
+
+    /// How many holds the current holder has, by the server's word. 0 where there is no current holder.
+    ///
+    /// # Errors
+    /// As [`ReentrantLock::is_locked`]; [`Error::Server`] also where the field is no number.
+    pub async fn hold_count(&self) -> Result<u64, Error> {
+        let keys = self.keys.clone()?;
+        let Some(holder) = self.holder() else { return Ok(0) };
+        let owner = self.core.ident(&keys, holder).owner.clone();
+        match self.inspect("HGET", vec![owner]).await? {
+            Reply::Nil => Ok(0),
+            count => number(&count, &keys),
+        }
+    }
+
+    /// What the lock's lease has left, by the server's word: `None` if it is not locked.
+    ///
+    /// A key without an expiry, which this library never leaves, answers [`Duration::MAX`].
+    ///
+    /// # Errors
+    /// As [`ReentrantLock::is_locked`].
+    pub async fn remaining_ttl(&self) -> Result<Option<Duration>, Error> {
+        Ok(match self.inspect("PTTL", vec![]).await?.as_int() {
+            Some(millis @ 0..) => Some(Duration::from_millis(millis.unsigned_abs())),
+            Some(-1) => Some(Duration::MAX),
+            _ => None,
+        })
+    }
+
+    /// Who holds the lock, in any process: at most one holder, with its count.
+    ///
+    /// # Errors
+    /// As [`ReentrantLock::is_locked`]; [`Error::Server`] also where a count is no number.
+    pub async fn holders(&self) -> Result<Vec<Holding>, Error> {
+        let keys = self.keys.clone()?;
+        let Reply::List(fields) = self.inspect("HGETALL", vec![]).await? else { return Ok(Vec::new()) };
+        fields
+            .chunks_exact(2)
+            .map(|pair| {
+                let owner = match &pair[0] {
+                    Reply::Text(text) => String::from_utf8_lossy(text).into_owned(),
+                    other => format!("{other:?}"),
+                };
+                Ok(Holding { owner, count: number(&pair[1], &keys)? })
+            })
+            .collect()
+    }
+
+    /// Frees the lock, whoever holds it, and wakes its waiters; `true` if it was held.
+    ///
+    /// For operators. Holders in this client hear of it at once, others with their next renewal.
+    ///
+    /// # Errors
+    /// * [`Error::Server`]: the key holds another type; it stays.
+    /// * [`Error::Unknown`]: the server did not answer; the lock may have been freed. It is safe to ask again.
+    /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Dropping it does not recall what was sent: the lock may be freed.
+    pub async fn force_unlock(&self) -> Result<bool, Error> {
+        let keys = self.keys.clone()?;
+        self.core.ensure_open()?;
+        // Told before anybody else can have it.
+        for lease in self.core.holds.leases_of(&keys.name) {
+            let reason = lease.lose(LostReason::ForceUnlocked);
+            crate::renewal::tell_lost(&self.core, &lease, reason, false);
+        }
+        let call = FORCE_UNLOCK.batch(1).row(keys.name.clone(), [("channel", keys.channel.clone())]).call();
+        let lock = keys.display();
+        let reply = self.core.ask(call, &lock, Step::ForceUnlock).await?;
+        let freed = answer(reply).and_then(accepted).map_err(|failure| match failure {
+            Failure::Server(message) => Error::Server { lock: Some(lock.clone()), message },
+            Failure::NotSent(detail) | Failure::Unknown(detail) => {
+                Error::Unknown { lock: lock.clone(), step: Step::ForceUnlock, detail }
+            }
+        })?;
+        Ok(freed.code == 1)
+    }
+
+    /// The lock's name.
+    ///
+    /// # Errors
+    /// [`Error::InvalidName`] if it cannot be used.
+    pub fn name(&self) -> Result<String, Error> {
+        self.keys.as_ref().map(Keys::display).map_err(Clone::clone)
+    }
+
+    fn holder(&self) -> Option<Holder> {
+        self.core.config.holder_policy.current()
+    }
+
+    fn options(&self) -> Options {
+        Options::new(Arc::clone(&self.core), self.keys.clone(), &Reentrant)
+    }
+
+    /// Gives back a hold that only the server knows of.
+    async fn unlock_unrecorded(&self, ident: &Arc<Ident>) -> Result<(), Error> {
+        let not_held =
+            || Error::NotHeld { lock: ident.lock(), problem: format!("{} does not hold it (any more)", ident.owner()) };
+        if !self.core.is_shared(ident.holder) {
+            return Err(not_held());
+        }
+        let entry = self.core.entry(ident, &Reentrant);
+        let core = Arc::clone(&self.core);
+        let patience = self.core.config.retry_timeout;
+        let release =
+            release::Handoff::new(
+                &self.core.background,
+                async move { release::give_back_unrecorded(&core, entry).await },
+            );
+        match tokio::time::timeout(patience, release).await {
+            Ok(Ok(true)) => Ok(()),
+            Ok(Ok(false)) => Err(not_held()),
+            Ok(Err(failure)) => Err(ident.refused(failure)),
+            Err(_) => Err(Error::Unknown {
+                lock: ident.lock(),
+                step: Step::Release,
+                detail: format!("no answer in {patience:?}"),
+            }),
+        }
+    }
+
+    async fn inspect(&self, command: &'static str, args: Vec<Bytes>) -> Result<Reply, Error> {
+        let keys = self.keys.as_ref().map_err(Clone::clone)?;
+        self.core.ask(Call::command(command, keys.name.clone(), args), &keys.display(), Step::Inspect).await
+    }
+}
+
+impl fmt::Debug for ReentrantLock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReentrantLock").field("name", &self.name()).finish_non_exhaustive()
+    }
+}
+
+/// A holder of a lock, as the server has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Holding {
+    /// The owner field: `CLIENT:THREAD`.
+    pub owner: String,
+    /// Its hold count.
+    pub count: u64,
+}
+
+fn number(count: &Reply, keys: &Keys) -> Result<u64, Error> {
+    count.as_int().and_then(|count| u64::try_from(count).ok()).ok_or_else(|| Error::Server {
+        lock: Some(keys.display()),
+        message: format!("the hold count is not a number: {count:?}"),
+    })
+}
+
+/// How a reentrant lock's scripts are called and read.
+pub(crate) struct Reentrant;
+
+impl Kind for Reentrant {
+    fn acquire(&self, ident: &Ident, before: i64, target: i64, lease: LeaseTime) -> Call {
+        ACQUIRE
+            .batch(1)
+            .row(
+                ident.keys.name.clone(),
+                [
+                    ("owner", ident.owner.clone()),
+                    ("lease", digits(lease.millis())),
+                    ("before", digits(before)),
+                    ("target", digits(target)),
+                ],
+            )
+            .call()
+    }
+
+    fn acquired(&self, reply: Reply) -> Result<Acquired, Failure> {
+        let answer = accepted(answer(reply)?)?;
+        match answer.code {
+            1 => Ok(Acquired::Granted),
+            0 => Ok(Acquired::Held(u64::try_from(answer.number).ok().map(Duration::from_millis))),
+            2 => Ok(Acquired::Other(answer.number)),
+            _ => Err(unlisted(&answer)),
+        }
+    }
+
+    fn release(&self, ident: &Ident, leave: i64, lease: LeaseTime) -> Call {
+        RELEASE
+            .batch(1)
+            .row(
+                ident.keys.name.clone(),
+                [
+                    ("owner", ident.owner.clone()),
+                    ("channel", ident.keys.channel.clone()),
+                    ("lease", digits(lease.millis())),
+                    ("leave", digits(leave)),
+                ],
+            )
+            .call()
+    }
+
+    fn released(&self, reply: Reply) -> Result<Released, Failure> {
+        let answer = accepted(answer(reply)?)?;
+        match answer.code {
+            1 => Ok(Released::Freed),
+            0 => Ok(Released::Left),
+            2 => Ok(Released::Below(answer.number)),
+            _ => Err(unlisted(&answer)),
+        }
+    }
+
+    fn renew(&self, idents: &[Arc<Ident>], lease: LeaseTime) -> Call {
+        let millis = digits(lease.millis());
+        idents
+            .iter()
+            .fold(RENEW.batch(idents.len()), |batch, ident| {
+                let row = [("owner", ident.owner.clone()), ("lease", millis.clone())];
+                batch.row(ident.keys.name.clone(), row)
+            })
+            .call()
+    }
+
+    fn renewed(&self, reply: Reply, locks: usize) -> Result<Vec<Renewed>, Failure> {
+        let answers = answers(reply, locks)?;
+        answers
+            .into_iter()
+            .map(|answer| match (answer.code, answer.refusal) {
+                (1, _) => Ok(Renewed::Yes),
+                (0, _) => Ok(Renewed::Gone),
+                (_, Some(message)) => Ok(Renewed::Refused(message)),
+                (code, None) => Err(Failure::Unknown(format!("a code that no script answers: {code}"))),
+            })
+            .collect()
+    }
+
+    fn count(&self, ident: &Ident) -> Call {
+        COUNT.batch(1).row(ident.keys.name.clone(), [("owner", ident.owner.clone())]).call()
+    }
+
+    fn counted(&self, reply: Reply) -> Result<i64, Failure> {
+        Ok(accepted(answer(reply)?)?.number)
+    }
+}
+
+/// Turns a refusal inside a reply into what it is.
+fn accepted(answer: Answer) -> Result<Answer, Failure> {
+    match answer {
+        Answer { code: REFUSED, refusal: Some(message), .. } => Err(Failure::Server(message)),
+        answer => Ok(answer),
+    }
+}
+
+fn unlisted(answer: &Answer) -> Failure {
+    Failure::Unknown(format!("an answer that no script gives: {answer:?}"))
+}
+
+fn digits(number: impl ToString) -> Bytes {
+    number.to_string().into()
+}

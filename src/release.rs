@@ -1,0 +1,346 @@
+//! Giving back: what a release does, and what is finished in the background when its caller goes away.
+
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+
+use futures::future::BoxFuture;
+use futures::stream::FuturesUnordered;
+use futures::{FutureExt, StreamExt};
+use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
+use tokio::time::Instant;
+
+use crate::config::LeaseTime;
+use crate::core::Core;
+use crate::error::{Error, LostReason, Step};
+use crate::holds::EntryRef;
+use crate::lease::{Lease, Mode};
+use crate::link::Failure;
+use crate::locks::Released;
+use crate::retry::Patience;
+
+type Job = BoxFuture<'static, ()>;
+
+/// The way to the one task that finishes what callers left unfinished.
+#[derive(Clone)]
+pub(crate) struct Background {
+    jobs: mpsc::UnboundedSender<Message>,
+    pending: Arc<AtomicUsize>,
+}
+
+enum Message {
+    Job(Job),
+    /// Answered when no job is left.
+    Drained(oneshot::Sender<()>),
+}
+
+impl Background {
+    /// The sending side, and the worker to spawn. The worker ends when every sender is gone and its jobs are done, or
+    /// at once when it is told to stop.
+    pub(crate) fn new(mut stop: watch::Receiver<bool>) -> (Self, impl Future<Output = ()> + Send + 'static) {
+        let (jobs, queue) = mpsc::unbounded_channel();
+        let pending = Arc::new(AtomicUsize::new(0));
+        let background = Self { jobs, pending: Arc::clone(&pending) };
+        let worker = async move {
+            let stopped = async move {
+                if stop.wait_for(|stop| *stop).await.is_err() {
+                    // The client is gone; what it left is still to be done.
+                    std::future::pending::<()>().await;
+                }
+            };
+            tokio::select! {
+                () = work(queue, pending) => {}
+                () = stopped => {}
+            }
+        };
+        (background, worker)
+    }
+
+    /// Hands a job over. Works from any thread, inside a runtime or not.
+    pub(crate) fn spawn(&self, job: impl Future<Output = ()> + Send + 'static) {
+        self.pending.fetch_add(1, Ordering::AcqRel);
+        if self.jobs.send(Message::Job(job.boxed())).is_err() {
+            self.pending.fetch_sub(1, Ordering::AcqRel);
+            tracing::warn!("a release could not be finished: the client's runtime has ended; the lease will run out");
+        }
+    }
+
+    /// Resolves when no job is left.
+    pub(crate) async fn drained(&self) {
+        let (done, drained) = oneshot::channel();
+        if self.jobs.send(Message::Drained(done)).is_ok() {
+            // An error means that the worker has ended, so nothing is left.
+            let _ = drained.await;
+        }
+    }
+
+    /// How many jobs are not finished.
+    pub(crate) fn pending(&self) -> usize {
+        self.pending.load(Ordering::Acquire)
+    }
+}
+
+async fn work(mut queue: mpsc::UnboundedReceiver<Message>, pending: Arc<AtomicUsize>) {
+    let mut running = FuturesUnordered::new();
+    let mut waiting: Vec<oneshot::Sender<()>> = Vec::new();
+    let mut open = true;
+    while open || !running.is_empty() {
+        tokio::select! {
+            message = queue.recv(), if open => match message {
+                Some(Message::Job(job)) => running.push(AssertUnwindSafe(job).catch_unwind()),
+                Some(Message::Drained(done)) => waiting.push(done),
+                None => open = false,
+            },
+            Some(outcome) = running.next() => {
+                pending.fetch_sub(1, Ordering::AcqRel);
+                if outcome.is_err() {
+                    tracing::error!("a background release panicked; its lease will run out");
+                }
+            }
+        }
+        if running.is_empty() && queue.is_empty() {
+            waiting.drain(..).for_each(|done| {
+                // Who asked may have gone away.
+                let _ = done.send(());
+            });
+        }
+    }
+}
+
+/// A future that, once begun, is finished in the background if its caller drops it.
+///
+/// What it resolves to must undo itself when it is dropped.
+pub(crate) struct Handoff<T: Send + 'static> {
+    future: Option<BoxFuture<'static, T>>,
+    background: Background,
+    begun: bool,
+}
+
+impl<T: Send + 'static> Handoff<T> {
+    pub(crate) fn new(background: &Background, future: impl Future<Output = T> + Send + 'static) -> Self {
+        Self { future: Some(future.boxed()), background: background.clone(), begun: false }
+    }
+}
+
+impl<T: Send + 'static> Future for Handoff<T> {
+    type Output = T;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
+        self.begun = true;
+        let Some(future) = self.future.as_mut() else { return Poll::Pending };
+        let output = std::task::ready!(future.poll_unpin(cx));
+        self.future = None;
+        Poll::Ready(output)
+    }
+}
+
+impl<T: Send + 'static> Drop for Handoff<T> {
+    fn drop(&mut self) {
+        if let Some(future) = self.future.take().filter(|_| self.begun) {
+            self.background.spawn(async move { drop(future.await) });
+        }
+    }
+}
+
+/// One hold on the server. Dropping it gives it back in the background.
+pub(crate) struct Hold {
+    pub(crate) core: Arc<Core>,
+    pub(crate) entry: EntryRef,
+    pub(crate) lease: Arc<Lease>,
+    pub(crate) id: u64,
+    /// Whether giving it back is somebody else's affair by now.
+    settled: bool,
+}
+
+impl Hold {
+    pub(crate) fn new(core: Arc<Core>, entry: EntryRef, lease: Arc<Lease>, id: u64) -> Self {
+        Self { core, entry, lease, id, settled: false }
+    }
+
+    /// Gives it back and waits for the server's word.
+    ///
+    /// Dropping the future leaves the rest to the background.
+    pub(crate) async fn release(mut self) -> Result<(), Error> {
+        self.settled = true;
+        let (core, entry) = (Arc::clone(&self.core), self.entry.clone());
+        give_back(&core, entry, Arc::clone(&self.lease), self.id).await
+    }
+
+    /// Keeps it without a guard.
+    pub(crate) fn forget(mut self) {
+        self.settled = true;
+        self.lease.forget(self.id, self.entry.clone());
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        if self.settled {
+            return;
+        }
+        let release = release(Arc::clone(&self.core), self.entry.clone(), Arc::clone(&self.lease), self.id);
+        let ident = Arc::clone(&self.entry.ident);
+        self.core.background.spawn(async move {
+            match release.await {
+                Ok(()) | Err(Error::Lost { .. }) => {}
+                Err(error) => {
+                    tracing::warn!(lock = %ident.lock(), %error, "a dropped guard could not be released; its lease will run out");
+                }
+            }
+        });
+    }
+}
+
+/// Releases a hold for a caller who waits, as long as the client is ready to try.
+pub(crate) async fn give_back(core: &Arc<Core>, entry: EntryRef, lease: Arc<Lease>, id: u64) -> Result<(), Error> {
+    let ident = Arc::clone(&entry.ident);
+    let release = Handoff::new(&core.background, release(Arc::clone(core), entry, lease, id));
+    match tokio::time::timeout(core.config.retry_timeout, release).await {
+        Ok(outcome) => outcome,
+        Err(_) => Err(Error::Unknown {
+            lock: ident.lock(),
+            step: Step::Release,
+            detail: format!("no answer in {:?}", core.config.retry_timeout),
+        }),
+    }
+}
+
+/// Releases a hold: takes it out of the renewal table, then off the server, trying until the server answers or
+/// until its lease is over anyway.
+async fn release(core: Arc<Core>, entry: EntryRef, lease: Arc<Lease>, id: u64) -> Result<(), Error> {
+    let turn = Arc::clone(&entry.turn).lock_owned().await;
+    let ident = &entry.ident;
+    let lost = |reason| Error::Lost { lock: ident.lock(), reason };
+    let leaving = match lease.begin_release(id) {
+        Some(Ok(leaving)) => leaving,
+        Some(Err(reason)) => {
+            if lease.claim_cleaning() {
+                core.holds.remove(&lease);
+                clean_up(&core, &entry, &lease, turn);
+            }
+            return Err(lost(reason));
+        }
+        None => {
+            return Err(Error::NotHeld { lock: ident.lock(), problem: "this hold was given back already".into() });
+        }
+    };
+    let proved = lease.remaining();
+    let last = leaving.stay.is_none();
+    if last {
+        core.holds.remove(&lease);
+    }
+    let time = match leaving.stay.unwrap_or(Mode::Watchdog) {
+        Mode::Watchdog => core.config.watchdog_timeout,
+        Mode::Fixed(lease) => lease,
+    };
+    let gone = |reason| {
+        core.holds.remove(&lease);
+        lost(lease.lose(reason))
+    };
+    let outcome = told_to_leave(&core, &entry, leaving.leave, time, Instant::now() + proved).await;
+    match outcome {
+        Ok(Told { released: Released::Freed, .. }) => {
+            if !last {
+                // The count that was told to stay cannot have freed it; but then nothing stays.
+                return Err(gone(LostReason::Gone));
+            }
+        }
+        Ok(Told { released: Released::Left, sent, .. }) => {
+            lease.confirmed(Some(leaving.leave), sent + time.provable());
+            if !last {
+                crate::renewal::plan(&core, &lease, sent);
+            }
+        }
+        // A repeat of our own unlock finds nothing left.
+        Ok(Told { released: Released::Below(0), repeated: true, .. }) if leaving.leave == 0 => {}
+        Ok(Told { released: Released::Below(0), .. }) => return Err(gone(LostReason::Gone)),
+        Ok(Told { released: Released::Below(count), .. }) => {
+            lease.confirmed(Some(count), Instant::now());
+        }
+        Err(Failure::Server(message)) if message.starts_with("WRONGTYPE") => return Err(gone(LostReason::Gone)),
+        Err(failure) => return Err(ident.refused(failure)),
+    }
+    if last {
+        entry.set_lease(None);
+    }
+    drop(turn);
+    Ok(())
+}
+
+struct Told {
+    released: Released,
+    /// Whether an earlier sending of the same may have run.
+    repeated: bool,
+    sent: Instant,
+}
+
+/// Sends a release until the server has answered it, or until `moot` has passed: then the lease has run out by itself.
+async fn told_to_leave(
+    core: &Core,
+    entry: &EntryRef,
+    leave: i64,
+    lease: LeaseTime,
+    moot: Instant,
+) -> Result<Told, Failure> {
+    let mut repeated = false;
+    let grace = core.config.retry_timeout;
+    let mut patience = Patience::new(moot.saturating_duration_since(Instant::now()) + grace);
+    loop {
+        let sent = Instant::now();
+        let reply = core.link.call(entry.kind.release(&entry.ident, leave, lease)).await;
+        let failure = match reply.and_then(|reply| entry.kind.released(reply)) {
+            Ok(released) => return Ok(Told { released, repeated, sent }),
+            Err(failure) => failure,
+        };
+        repeated |= matches!(failure, Failure::Unknown(_));
+        if !failure.is_passing() || !patience.pause().await {
+            return Err(failure);
+        }
+    }
+}
+
+/// Makes sure, in the background, that a lost lease leaves nothing on the server, before its holder's next operation.
+pub(crate) fn clean_up(core: &Arc<Core>, entry: &EntryRef, lease: &Arc<Lease>, turn: OwnedMutexGuard<()>) {
+    let live = entry.live();
+    if live.is_some_and(|live| !Arc::ptr_eq(&live, lease)) {
+        // The holder has the lock again: what is on the server is not ours to take.
+        return;
+    }
+    settle(core, entry.clone(), lease.base(), turn);
+}
+
+/// Has the server left with `leave`, whatever an unanswered script did. Keeps the entry's turn until that is known.
+pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, turn: OwnedMutexGuard<()>) {
+    let worker = Arc::clone(core);
+    core.background.spawn(async move {
+        let lease = worker.config.watchdog_timeout;
+        let moot = Instant::now() + lease.duration();
+        if let Err(failure) = told_to_leave(&worker, &entry, leave, lease, moot).await {
+            tracing::warn!(lock = %entry.ident.lock(), ?failure, "an unknown outcome could not be settled; its lease will run out");
+        }
+        drop(turn);
+    });
+}
+
+/// Gives back one hold that only the server knows of; `false` if there is none.
+pub(crate) async fn give_back_unrecorded(core: &Core, entry: EntryRef) -> Result<bool, Failure> {
+    let _turn = Arc::clone(&entry.turn).lock_owned().await;
+    let lease = core.config.watchdog_timeout;
+    let mut patience = Patience::new(core.config.retry_timeout);
+    let count = loop {
+        let reply = core.link.call(entry.kind.count(&entry.ident)).await;
+        match reply.and_then(|reply| entry.kind.counted(reply)) {
+            Ok(count) => break count,
+            Err(failure) if failure.is_passing() && patience.pause().await => {}
+            Err(failure) => return Err(failure),
+        }
+    };
+    if count < 1 {
+        return Ok(false);
+    }
+    let moot = Instant::now() + lease.duration();
+    let told = told_to_leave(core, &entry, count - 1, lease, moot).await?;
+    Ok(told.repeated || told.released != Released::Below(0))
+}
