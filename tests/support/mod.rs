@@ -1,0 +1,4 @@
+//! What the tests share: real servers, and the peers that use them.
+
+pub mod java;
+pub mod server;

@@ -1,0 +1,458 @@
+//! Real servers for the tests: `redis-server` processes that a test starts, stops, kills,
+//! restarts and pauses as it likes.
+
+// Every test binary includes this module and uses a part of it.
+#![allow(dead_code)]
+
+use std::{
+    fs::{self, File},
+    hash::{BuildHasher, RandomState},
+    io,
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{self, Child, Command, Stdio},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    sys::{
+        signal::{Signal, kill},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
+    },
+    unistd::Pid,
+};
+use tempfile::TempDir;
+
+/// How long a server may take to answer after its start.
+const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long a server may take to stop by itself before it is killed.
+const STOP_LIMIT: Duration = Duration::from_secs(5);
+
+/// How long an observer's connection waits for a reply, so that a paused server fails a test
+/// instead of hanging it.
+const REPLY_LIMIT: Duration = Duration::from_secs(10);
+
+/// How often conditions are looked at.
+const POLL: Duration = Duration::from_millis(5);
+
+/// A server for tests. Dropping it kills the process and removes its data.
+#[derive(Debug)]
+pub struct Server {
+    url: String,
+    port: u16,
+    /// None for the server named by `REDIS_URL`, of which the tests own nothing.
+    own: Option<Own>,
+}
+
+/// What a private server has.
+#[derive(Debug)]
+struct Own {
+    dir: TempDir,
+    args: Vec<String>,
+    running: Option<Running>,
+}
+
+/// How to start a server; see [`Server::builder`].
+#[derive(Debug, Default)]
+pub struct Builder {
+    args: Vec<String>,
+    password: Option<String>,
+}
+
+impl Builder {
+    /// Adds a setting, as in `.arg("--maxmemory", "10mb")`. It wins over the usual ones.
+    pub fn arg(mut self, name: &str, value: &str) -> Self {
+        self.args.extend([name.to_owned(), value.to_owned()]);
+        self
+    }
+
+    /// Makes the data survive [`Server::restart`] and [`Server::kill`]: each write is on disk
+    /// before it is answered.
+    pub fn persistent(self) -> Self {
+        self.arg("--appendonly", "yes")
+            .arg("--appendfsync", "always")
+    }
+
+    /// Makes clients log in with this password. It becomes a part of the URL as it is, so it
+    /// should consist of letters and digits.
+    pub fn password(mut self, password: &str) -> Self {
+        self.password = Some(password.to_owned());
+        self.arg("--requirepass", password)
+    }
+
+    /// Starts the server and waits until it answers.
+    pub fn start(self) -> Server {
+        let login = self.password.map(|p| format!(":{p}@")).unwrap_or_default();
+        let deadline = Instant::now() + START_LIMIT;
+        loop {
+            let port = free_port();
+            let mut server = Server {
+                url: format!("redis://{login}127.0.0.1:{port}"),
+                port,
+                own: Some(Own {
+                    dir: TempDir::with_prefix("redisson-lock-test-").expect("a temporary folder"),
+                    args: self.args.clone(),
+                    running: None,
+                }),
+            };
+            match server.launch(deadline) {
+                Ok(()) => return server,
+                Err(Failure::PortTaken) if Instant::now() < deadline => {}
+                Err(failure) => server.give_up("start", failure),
+            }
+        }
+    }
+}
+
+/// Why a server did not come up.
+#[derive(Debug)]
+enum Failure {
+    /// Another process had the port.
+    PortTaken,
+    /// The process ended by itself.
+    Ended,
+    /// The process did not answer in time.
+    Silent,
+}
+
+impl Server {
+    /// Starts a private server that keeps nothing on disk.
+    pub fn start() -> Self {
+        Self::builder().start()
+    }
+
+    /// Settings for a private server.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// The server named by `REDIS_URL`, or a private one where it is not set.
+    ///
+    /// For tests that only use names of their own (see [`unique`]) and disturb nobody: on a server
+    /// named by `REDIS_URL` all that acts on the process panics.
+    pub fn shared_or_start() -> Self {
+        let Ok(url) = std::env::var("REDIS_URL") else {
+            return Self::start();
+        };
+        let parsed = url::Url::parse(&url).expect("REDIS_URL is a URL");
+        Self {
+            port: parsed.port().unwrap_or(6379),
+            url,
+            own: None,
+        }
+    }
+
+    /// The URL for clients. It stays the same across restarts.
+    pub fn url(&self) -> String {
+        self.url.clone()
+    }
+
+    /// The port, on 127.0.0.1 for a private server. It stays the same across restarts.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// A new connection of an independent client, to observe what the library under test did.
+    #[track_caller]
+    pub fn connection(&self) -> redis::Connection {
+        self.connect()
+            .unwrap_or_else(|error| panic!("no connection to {}: {error}", self.url))
+    }
+
+    /// Stops the server in an orderly way, and waits for its end.
+    #[track_caller]
+    pub fn stop(&mut self) {
+        if let Some(running) = self.own_mut("stop").running.take() {
+            running.terminate();
+        }
+    }
+
+    /// Kills the server with SIGKILL, and waits for its end.
+    #[track_caller]
+    pub fn kill(&mut self) {
+        // Dropping kills.
+        self.own_mut("kill").running.take();
+    }
+
+    /// Stops the server unless it is stopped already, starts it on the same port, and waits until
+    /// it answers. Its data are there again only if it is [persistent](Builder::persistent).
+    #[track_caller]
+    pub fn restart(&mut self) {
+        self.stop();
+        let deadline = Instant::now() + START_LIMIT;
+        loop {
+            match self.launch(deadline) {
+                Ok(()) => return,
+                // A short-lived connection or another server's search for a free port.
+                Err(Failure::PortTaken) if Instant::now() < deadline => thread::sleep(POLL),
+                Err(failure) => self.give_up("restart", failure),
+            }
+        }
+    }
+
+    /// Makes the server stand still with SIGSTOP: its connections stay open, nothing is answered.
+    /// When this returns the process does stand still.
+    #[track_caller]
+    pub fn pause(&self) {
+        let pid = self.running("pause").pid();
+        kill(pid, Signal::SIGSTOP).expect("SIGSTOP");
+        let status = waitpid(pid, Some(WaitPidFlag::WUNTRACED));
+        assert!(
+            matches!(status, Ok(WaitStatus::Stopped(..))),
+            "the server ended when it was to pause: {status:?}\n{}",
+            self.log()
+        );
+    }
+
+    /// Lets a paused server go on.
+    #[track_caller]
+    pub fn resume(&self) {
+        kill(self.running("resume").pid(), Signal::SIGCONT).expect("SIGCONT");
+    }
+
+    /// All that the server has logged, over its restarts too.
+    #[track_caller]
+    pub fn log(&self) -> String {
+        let log = log_file(&self.own("log").dir);
+        String::from_utf8_lossy(&fs::read(log).unwrap_or_default()).into_owned()
+    }
+
+    /// Starts the process and waits until it answers.
+    fn launch(&mut self, deadline: Instant) -> Result<(), Failure> {
+        let port = self.port.to_string();
+        let logged = self.log().len();
+        let own = self.own_mut("launch");
+        own.running = Some(Running::spawn(&port, &own.args, &own.dir));
+        loop {
+            if self.answers() {
+                return Ok(());
+            }
+            let failure = if self.own_mut("launch").has_ended() {
+                if self.log()[logged..].contains("Address already in use") {
+                    Failure::PortTaken
+                } else {
+                    Failure::Ended
+                }
+            } else if Instant::now() > deadline {
+                Failure::Silent
+            } else {
+                thread::sleep(POLL);
+                continue;
+            };
+            self.kill();
+            return Err(failure);
+        }
+    }
+
+    /// Whether this very process answers: when the port is taken another server may.
+    fn answers(&self) -> bool {
+        let pid = format!("process_id:{}\r", self.running("answers").pid());
+        let ask = || -> redis::RedisResult<String> {
+            let mut connection = self.connect()?;
+            // PING fails while data are loaded, INFO does not.
+            redis::cmd("PING").exec(&mut connection)?;
+            redis::cmd("INFO").arg("server").query(&mut connection)
+        };
+        ask().is_ok_and(|info| info.contains(&pid))
+    }
+
+    fn connect(&self) -> redis::RedisResult<redis::Connection> {
+        let client = redis::Client::open(self.url.as_str())?;
+        let connection = client.get_connection_with_timeout(REPLY_LIMIT)?;
+        connection.set_read_timeout(Some(REPLY_LIMIT))?;
+        connection.set_write_timeout(Some(REPLY_LIMIT))?;
+        Ok(connection)
+    }
+
+    #[track_caller]
+    fn own(&self, what: &str) -> &Own {
+        self.own.as_ref().unwrap_or_else(|| not_owned(what))
+    }
+
+    #[track_caller]
+    fn own_mut(&mut self, what: &str) -> &mut Own {
+        self.own.as_mut().unwrap_or_else(|| not_owned(what))
+    }
+
+    #[track_caller]
+    fn running(&self, what: &str) -> &Running {
+        let running = self.own(what).running.as_ref();
+        running.unwrap_or_else(|| panic!("{what}: the server is stopped"))
+    }
+
+    #[track_caller]
+    fn give_up(&self, what: &str, failure: Failure) -> ! {
+        panic!(
+            "the server on port {} did not {what}: {failure:?}; its log:\n{}",
+            self.port,
+            self.log()
+        )
+    }
+}
+
+#[track_caller]
+fn not_owned(what: &str) -> ! {
+    panic!("{what}: not on the server named by REDIS_URL; this test needs Server::start()")
+}
+
+impl Own {
+    fn has_ended(&mut self) -> bool {
+        let Some(running) = &mut self.running else {
+            return true;
+        };
+        running.server.try_wait().expect("the state").is_some()
+    }
+}
+
+/// The process of a server. Dropping it kills the process and waits for its end.
+#[derive(Debug)]
+struct Running {
+    server: Child,
+    watchdog: Child,
+}
+
+impl Running {
+    fn spawn(port: &str, args: &[String], dir: &TempDir) -> Self {
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(log_file(dir))
+            .expect("a log file");
+        let server = Command::new(binary())
+            .args(["--bind", "127.0.0.1", "--port", port])
+            .args(["--save", "", "--appendonly", "no"])
+            .arg("--dir")
+            .arg(dir.path())
+            .args(args)
+            .stdin(Stdio::null())
+            .stderr(log.try_clone().expect("a second handle of the log file"))
+            .stdout(log)
+            .spawn()
+            .unwrap_or_else(|error| panic!("{} does not start: {error}", binary().display()));
+        // Kills the server and removes its data when this process ends without dropping it: it is
+        // killed itself, or keeps the server in a static. Then the pipe is closed, and `read` ends.
+        let watchdog = Command::new("sh")
+            .arg("-c")
+            .arg(r#"trap '' INT TERM HUP; read _; kill -KILL "$0"; rm -rf "$1""#)
+            .arg(server.id().to_string())
+            .arg(dir.path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("sh starts");
+        Self { server, watchdog }
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_raw(self.server.id().try_into().expect("a process id"))
+    }
+
+    /// Lets the server end by itself if it does so in time.
+    fn terminate(mut self) {
+        // A paused server takes no notice of SIGTERM.
+        for signal in [Signal::SIGTERM, Signal::SIGCONT] {
+            kill(self.pid(), signal).expect("a signal");
+        }
+        let deadline = Instant::now() + STOP_LIMIT;
+        while self.server.try_wait().expect("the state").is_none() && Instant::now() < deadline {
+            thread::sleep(POLL);
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // The watchdog first: once the server has been waited for, its id may be another's.
+        for child in [&mut self.watchdog, &mut self.server] {
+            // An error means that it has ended already.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn log_file(dir: &TempDir) -> PathBuf {
+    dir.path().join("log")
+}
+
+/// The server's binary: `REDIS_SERVER`, else the one that the project's script finds or installs.
+fn binary() -> &'static Path {
+    static BINARY: OnceLock<PathBuf> = OnceLock::new();
+    BINARY.get_or_init(|| {
+        if let Some(path) = std::env::var_os("REDIS_SERVER") {
+            return path.into();
+        }
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/.ci/redis-server");
+        let output = Command::new("bash")
+            .arg(script)
+            .stdin(Stdio::null())
+            .output()
+            .unwrap_or_else(|error| panic!("bash {script}: {error}"));
+        assert!(
+            output.status.success(),
+            "bash {script}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        let path = String::from_utf8(output.stdout).expect("a path in UTF-8");
+        path.trim_end().into()
+    })
+}
+
+/// A port that nobody listens on just now.
+///
+/// It lies below the range from which systems take the ports of outgoing connections. Otherwise
+/// the reconnecting client of a stopped server might be given the very port that the server needs
+/// for its restart.
+fn free_port() -> u16 {
+    loop {
+        let random = RandomState::new().hash_one(process::id());
+        let port = 20_000 + (random % 12_000) as u16;
+        match TcpListener::bind(("127.0.0.1", port)) {
+            Ok(_) => return port,
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+            Err(error) => panic!("no port can be bound on 127.0.0.1: {error}"),
+        }
+    }
+}
+
+/// A name that no other test uses, neither in this process nor in another, nor in an earlier run.
+pub fn unique(prefix: &str) -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    static RUN: OnceLock<u64> = OnceLock::new();
+    let run = RUN.get_or_init(|| RandomState::new().hash_one(process::id()));
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    format!("{prefix}-{run:016x}-{count}")
+}
+
+/// Waits until a condition holds. Panics with `what` when it does not within `limit`.
+#[track_caller]
+pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + limit;
+    while !condition() {
+        assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
+        thread::sleep(POLL);
+    }
+}
+
+/// Like [`wait_until`], for an async condition and without blocking the runtime. A condition that
+/// does not come to an end counts as one that does not hold.
+pub async fn wait_until_async<F>(what: &str, limit: Duration, mut condition: impl FnMut() -> F)
+where
+    F: Future<Output = bool>,
+{
+    let poll = async {
+        while !condition().await {
+            tokio::time::sleep(POLL).await;
+        }
+    };
+    if tokio::time::timeout(limit, poll).await.is_err() {
+        panic!("not within {limit:?}: {what}");
+    }
+}
