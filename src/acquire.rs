@@ -190,7 +190,7 @@ async fn attempt(
     let record = live.as_ref().and_then(|lease| lease.live_count());
     let mut before = match record {
         Some(count) => count,
-        None if core.is_shared(ident.holder) => count(&core, &entry, &mut patience).await?,
+        None if !ident.holder.is_private() => count(&core, &entry, &mut patience).await?,
         None => 0,
     };
     let mut target = next(ident, before)?;
@@ -214,7 +214,7 @@ async fn attempt(
                     // Our record says that we hold it, the server that we do not.
                     lose(&core, live.take());
                     (before, target) = (0, 1);
-                } else if core.is_shared(ident.holder) {
+                } else if !ident.holder.is_private() {
                     (before, target) = (found, next(ident, found)?);
                 } else {
                     // Nobody else can be this holder, so the record is right, and what is too much came from a
@@ -228,6 +228,9 @@ async fn attempt(
                 if !failure.is_passing() || !patience.pause().await {
                     break failure;
                 }
+                if core.ensure_open().is_err() {
+                    break Failure::Closed;
+                }
             }
         }
     };
@@ -235,13 +238,8 @@ async fn attempt(
         return Err(ident.refused(failure));
     }
     let leave = record.unwrap_or(before);
-    let error = match failure {
-        Failure::Server(message) => Error::Server { lock: Some(ident.lock()), message },
-        Failure::NotSent(detail) | Failure::Unknown(detail) => {
-            Error::Unknown { lock: ident.lock(), step: Step::Acquire, detail }
-        }
-    };
-    settle(&core, entry.clone(), leave, turn);
+    let error = ident.unknown(failure, Step::Acquire);
+    settle(&core, entry.clone(), leave, time, turn);
     Err(error)
 }
 
@@ -262,7 +260,7 @@ fn granted(
     let is_new = live.is_none();
     let lease = live.unwrap_or_else(|| {
         // What a private holder finds on the server can only be its own.
-        let base = if core.is_shared(entry.ident.holder) { count - 1 } else { 0 };
+        let base = if entry.ident.holder.is_private() { 0 } else { count - 1 };
         Arc::new(Lease::new(Arc::clone(&entry.ident), entry.kind, base))
     });
     lease.grant(id, mode, count, proved_until);
@@ -275,6 +273,8 @@ fn granted(
         crate::renewal::plan(&core, &lease, sent);
     }
     let hold = Hold::new(core, entry.clone(), lease, id);
+    // A client that has been shut down meanwhile renews nothing; dropping the hold gives it back.
+    hold.core.ensure_open()?;
     match hold.lease.lost() {
         None => Ok(Attempt::Granted(hold)),
         // The grant took longer to arrive than it was good for.

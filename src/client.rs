@@ -109,7 +109,6 @@ impl LockClient {
         }
         let limit = core.config.retry_timeout;
         let drained = tokio::time::timeout(limit, core.background.drained()).await;
-        let left = core.background.pending();
         core.stop.send_replace(true);
         let tasks = std::mem::take(&mut *self.tasks.lock());
         for mut task in tasks {
@@ -119,10 +118,7 @@ impl LockClient {
             }
         }
         core.link.close().await;
-        match drained {
-            Err(_) if left > 0 => Err(Error::Timeout { step: Step::Shutdown, after: limit }),
-            _ => Ok(()),
-        }
+        drained.map_err(|_| Error::Timeout { step: Step::Shutdown, after: limit })
     }
 }
 
@@ -227,7 +223,6 @@ impl LockClientBuilder {
         let holds = Holds::new();
         let core = Arc::new(Core {
             client_id,
-            adopted: self.client_id.is_some(),
             config,
             link: Arc::clone(&link),
             holds: Arc::clone(&holds),

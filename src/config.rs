@@ -15,6 +15,8 @@ const LONGEST: Duration = Duration::from_secs(3650 * 24 * 60 * 60);
 pub(crate) struct LeaseTime(u64);
 
 impl LeaseTime {
+    pub(crate) const SHORTEST: Self = Self(1);
+
     pub(crate) fn new(lease: Duration) -> Result<Self, Error> {
         let problem = if lease < Duration::from_millis(1) {
             "it is shorter than a millisecond"

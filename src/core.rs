@@ -11,7 +11,7 @@ use crate::holder::{ClientId, Holder};
 use crate::holds::{EntryRef, Holds};
 use crate::keys::Keys;
 use crate::link::{Call, Failure, Link, Reply};
-use crate::locks::{Ident, Kind};
+use crate::locks::{self, Ident, Kind};
 use crate::release::Background;
 use crate::retry::Patience;
 use crate::wakeup::Wakeups;
@@ -19,8 +19,6 @@ use crate::wakeup::Wakeups;
 /// The rooms of a client. Its tasks hold it weakly: when the last lock, guard and client are gone, they end.
 pub(crate) struct Core {
     pub(crate) client_id: ClientId,
-    /// Whether the client id came from outside, so that its holders may hold locks unknown to us.
-    pub(crate) adopted: bool,
     pub(crate) config: Config,
     pub(crate) link: Arc<Link>,
     pub(crate) holds: Arc<Holds>,
@@ -44,11 +42,6 @@ impl Core {
         self.holds.entry(ident, kind)
     }
 
-    /// Whether the holder may hold locks that this client has no record of.
-    pub(crate) fn is_shared(&self, holder: Holder) -> bool {
-        self.adopted || !holder.is_private()
-    }
-
     /// Makes a call that may be made any number of times, and asks again while the trouble may pass.
     pub(crate) async fn ask(&self, call: Call, lock: &str, step: Step) -> Result<Reply, Error> {
         self.ensure_open()?;
@@ -64,15 +57,8 @@ impl Core {
                 self.ensure_open()?;
                 continue;
             }
-            return Err(match failure {
-                Failure::Server(message) => Error::Server { lock: Some(lock.to_owned()), message },
-                Failure::NotSent(detail) | Failure::Unknown(detail) if step == Step::Inspect || !unknown => {
-                    Error::Connection { detail }
-                }
-                Failure::NotSent(detail) | Failure::Unknown(detail) => {
-                    Error::Unknown { lock: lock.to_owned(), step, detail }
-                }
-            });
+            let may_have_happened = (unknown && step != Step::Inspect).then_some(step);
+            return Err(locks::error(failure, lock, may_have_happened));
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::hash_map::RandomState;
 use std::fmt;
-use std::hash::BuildHasher;
+use std::hash::{BuildHasher, Hash, Hasher};
 use std::pin::Pin;
 use std::str::FromStr;
 use std::sync::LazyLock;
@@ -90,7 +90,7 @@ impl fmt::Display for ClientId {
 /// assert_eq!(Holder::current(), None);
 /// # }
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy)]
 pub struct Holder {
     thread_id: i64,
     /// Whether only this process can know the id. Otherwise somebody else may hold locks under it.
@@ -157,9 +157,9 @@ impl Holder {
                 NEXT.fetch_add(1, Ordering::Relaxed)
             };
         }
-        match TaskId::current() {
-            TaskId::Task(number) => Self::private(Family::Task, number),
-            TaskId::Thread => Self::private(Family::Thread, OF_THREAD.with(|number| *number)),
+        match tokio::task::try_id() {
+            Some(id) => Self::private(Family::Task, number(id)),
+            None => Self::private(Family::Thread, OF_THREAD.with(|number| *number)),
         }
     }
 
@@ -172,6 +172,21 @@ impl Holder {
         let number = START.wrapping_add(number) % NUMBERS + 1;
         // At least 4 and below 2^63, so positive.
         Self { thread_id: (number * FAMILIES + family as u64) as i64, private: true }
+    }
+}
+
+/// Two holders are the same if they have the same thread id.
+impl PartialEq for Holder {
+    fn eq(&self, other: &Self) -> bool {
+        self.thread_id == other.thread_id
+    }
+}
+
+impl Eq for Holder {}
+
+impl Hash for Holder {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.thread_id.hash(state);
     }
 }
 
@@ -218,8 +233,8 @@ pub trait HolderExt: Future + Sized {
         WithHolder { inner: AMBIENT.scope(Some(holder), self) }
     }
 
-    /// Runs the future in the scope of the holder that is ambient here and now, also where it is spawned. Without one
-    /// it changes nothing.
+    /// Runs the future in the scope of the holder that is ambient here and now, also where it is spawned. Where none is
+    /// ambient now, none will be for the future.
     fn in_current_holder(self) -> WithHolder<Self> {
         WithHolder { inner: AMBIENT.scope(Holder::current(), self) }
     }
@@ -250,31 +265,28 @@ impl<F> fmt::Debug for WithHolder<F> {
     }
 }
 
+/// The number of a task. tokio keeps it to itself but prints it; a form that it may print one day is hashed instead.
+fn number(id: tokio::task::Id) -> u64 {
+    static STATE: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+    id.to_string().parse().unwrap_or_else(|_| STATE.hash_one(id))
+}
+
 /// The field `CLIENT:THREAD` that a holder of a client has in a lock's hash.
 pub(crate) fn owner_field(client: ClientId, holder: Holder) -> Bytes {
     format!("{client}:{holder}").into()
 }
 
-/// Which tokio task runs here, for telling a holder's second self apart.
+/// Which task runs here, for telling a holder's second self apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TaskId {
-    Task(u64),
-    Thread,
+    Task(tokio::task::Id),
+    Thread(std::thread::ThreadId),
 }
 
 impl TaskId {
     pub(crate) fn current() -> Self {
-        match tokio::task::try_id() {
-            // tokio keeps the number to itself but prints it; a form that it may print later is hashed instead.
-            Some(id) => TaskId::Task(id.to_string().parse().unwrap_or_else(|_| hashed(id))),
-            None => TaskId::Thread,
-        }
+        tokio::task::try_id().map_or_else(|| TaskId::Thread(std::thread::current().id()), TaskId::Task)
     }
-}
-
-fn hashed(id: tokio::task::Id) -> u64 {
-    static STATE: LazyLock<RandomState> = LazyLock::new(RandomState::new);
-    STATE.hash_one(id)
 }
 
 #[cfg(test)]

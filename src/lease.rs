@@ -220,6 +220,13 @@ impl Lease {
         self.state.lock().base
     }
 
+    /// Takes in that one of the holds that were there before us was given back, which left `count`.
+    pub(crate) fn lower_base(&self, count: i64) {
+        let mut state = self.state.lock();
+        state.base = (state.base - 1).max(0);
+        state.count = count;
+    }
+
     /// What the scheduler has to do about it now, `soon` being how early a renewal may be.
     pub(crate) fn upkeep(&self, period: Duration, soon: Duration) -> Upkeep {
         let now = Instant::now();
@@ -252,9 +259,15 @@ impl Lease {
         upkeep
     }
 
-    /// Whether anybody still has to see to it that a lost lease leaves nothing behind; answers yes once.
+    /// Whether the caller has to see to it that a lost lease leaves nothing behind; answers yes once.
+    ///
+    /// At a shutdown the code of other holds may still run: then the last one says yes.
     pub(crate) fn claim_cleaning(&self) -> bool {
-        !std::mem::replace(&mut self.state.lock().cleaned, true)
+        let mut state = self.state.lock();
+        if state.lost == Some(LostReason::Shutdown) && !state.holds.is_empty() {
+            return false;
+        }
+        !std::mem::replace(&mut state.cleaned, true)
     }
 
     /// Says that a renewal is over, so that the next may begin.

@@ -59,13 +59,15 @@ impl Reply {
     }
 }
 
-/// Why a call has no reply. With the reply these are the four outcomes that a call can have.
+/// Why a call has no reply. With the reply there are four outcomes: reply, server error, not sent, unknown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// The server answered with an error.
     Server(String),
     /// The call was never sent.
     NotSent(String),
+    /// This link was closed on purpose; the call was not sent.
+    Closed,
     /// The call was sent, or may have been; it may run, may have run, or may be lost.
     Unknown(String),
 }
@@ -81,6 +83,7 @@ impl Failure {
                 PASSING.contains(&code)
             }
             Failure::NotSent(_) | Failure::Unknown(_) => true,
+            Failure::Closed => false,
         }
     }
 }

@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use futures::future::BoxFuture;
 use futures::stream::FuturesUnordered;
 use futures::{FutureExt, StreamExt};
-use tokio::sync::{OwnedMutexGuard, mpsc, oneshot, watch};
+use tokio::sync::{Notify, OwnedMutexGuard, mpsc, watch};
 use tokio::time::Instant;
 
 use crate::config::LeaseTime;
@@ -26,23 +26,26 @@ type Job = BoxFuture<'static, ()>;
 /// The way to the one task that finishes what callers left unfinished.
 #[derive(Clone)]
 pub(crate) struct Background {
-    jobs: mpsc::UnboundedSender<Message>,
-    pending: Arc<AtomicUsize>,
+    jobs: mpsc::UnboundedSender<Job>,
+    pending: Arc<Pending>,
 }
 
-enum Message {
-    Job(Job),
-    /// Answered when no job is left.
-    Drained(oneshot::Sender<()>),
+/// Counts what is not finished, in the background or with a caller.
+#[derive(Default)]
+struct Pending {
+    count: AtomicUsize,
+    none: Notify,
 }
+
+/// Counts for as long as it lives.
+struct Busy(Arc<Pending>);
 
 impl Background {
     /// The sending side, and the worker to spawn. The worker ends when every sender is gone and its jobs are done, or
     /// at once when it is told to stop.
     pub(crate) fn new(mut stop: watch::Receiver<bool>) -> (Self, impl Future<Output = ()> + Send + 'static) {
         let (jobs, queue) = mpsc::unbounded_channel();
-        let pending = Arc::new(AtomicUsize::new(0));
-        let background = Self { jobs, pending: Arc::clone(&pending) };
+        let background = Self { jobs, pending: Arc::default() };
         let worker = async move {
             let stopped = async move {
                 if stop.wait_for(|stop| *stop).await.is_err() {
@@ -51,7 +54,7 @@ impl Background {
                 }
             };
             tokio::select! {
-                () = work(queue, pending) => {}
+                () = work(queue) => {}
                 () = stopped => {}
             }
         };
@@ -60,51 +63,55 @@ impl Background {
 
     /// Hands a job over. Works from any thread, inside a runtime or not.
     pub(crate) fn spawn(&self, job: impl Future<Output = ()> + Send + 'static) {
-        self.pending.fetch_add(1, Ordering::AcqRel);
-        if self.jobs.send(Message::Job(job.boxed())).is_err() {
-            self.pending.fetch_sub(1, Ordering::AcqRel);
+        let busy = self.busy();
+        let job = async move {
+            let _busy = busy;
+            job.await;
+        };
+        if self.jobs.send(job.boxed()).is_err() {
             tracing::warn!("a release could not be finished: the client's runtime has ended; the lease will run out");
         }
     }
 
-    /// Resolves when no job is left.
+    /// Resolves when nothing is pending.
     pub(crate) async fn drained(&self) {
-        let (done, drained) = oneshot::channel();
-        if self.jobs.send(Message::Drained(done)).is_ok() {
-            // An error means that the worker has ended, so nothing is left.
-            let _ = drained.await;
+        loop {
+            let none = self.pending.none.notified();
+            if self.pending.count.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            none.await;
         }
     }
 
-    /// How many jobs are not finished.
-    pub(crate) fn pending(&self) -> usize {
-        self.pending.load(Ordering::Acquire)
+    fn busy(&self) -> Busy {
+        self.pending.count.fetch_add(1, Ordering::AcqRel);
+        Busy(Arc::clone(&self.pending))
     }
 }
 
-async fn work(mut queue: mpsc::UnboundedReceiver<Message>, pending: Arc<AtomicUsize>) {
+impl Drop for Busy {
+    fn drop(&mut self) {
+        if self.0.count.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.none.notify_waiters();
+        }
+    }
+}
+
+async fn work(mut queue: mpsc::UnboundedReceiver<Job>) {
     let mut running = FuturesUnordered::new();
-    let mut waiting: Vec<oneshot::Sender<()>> = Vec::new();
     let mut open = true;
     while open || !running.is_empty() {
         tokio::select! {
-            message = queue.recv(), if open => match message {
-                Some(Message::Job(job)) => running.push(AssertUnwindSafe(job).catch_unwind()),
-                Some(Message::Drained(done)) => waiting.push(done),
+            job = queue.recv(), if open => match job {
+                Some(job) => running.push(AssertUnwindSafe(job).catch_unwind()),
                 None => open = false,
             },
             Some(outcome) = running.next() => {
-                pending.fetch_sub(1, Ordering::AcqRel);
                 if outcome.is_err() {
                     tracing::error!("a background release panicked; its lease will run out");
                 }
             }
-        }
-        if running.is_empty() && queue.is_empty() {
-            waiting.drain(..).for_each(|done| {
-                // Who asked may have gone away.
-                let _ = done.send(());
-            });
         }
     }
 }
@@ -120,6 +127,11 @@ pub(crate) struct Handoff<T: Send + 'static> {
 
 impl<T: Send + 'static> Handoff<T> {
     pub(crate) fn new(background: &Background, future: impl Future<Output = T> + Send + 'static) -> Self {
+        let busy = background.busy();
+        let future = async move {
+            let _busy = busy;
+            future.await
+        };
         Self { future: Some(future.boxed()), background: background.clone(), begun: false }
     }
 }
@@ -177,7 +189,8 @@ impl Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        if self.settled {
+        if self.settled || (self.core.link.is_closed() && self.lease.lost().is_some()) {
+            // Given back already; or the client was shut down, which has told its holders that they lost.
             return;
         }
         let release = release(Arc::clone(&self.core), self.entry.clone(), Arc::clone(&self.lease), self.id);
@@ -308,16 +321,17 @@ pub(crate) fn clean_up(core: &Arc<Core>, entry: &EntryRef, lease: &Arc<Lease>, t
         // The holder has the lock again: what is on the server is not ours to take.
         return;
     }
-    settle(core, entry.clone(), lease.base(), turn);
+    settle(core, entry.clone(), lease.base(), core.config.watchdog_timeout, turn);
 }
 
-/// Has the server left with `leave`, whatever an unanswered script did. Keeps the entry's turn until that is known.
-pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, turn: OwnedMutexGuard<()>) {
+/// Has the server left with `leave`, whatever an unanswered script with that lease did. Keeps the entry's turn until
+/// that is known.
+pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: LeaseTime, turn: OwnedMutexGuard<()>) {
     let worker = Arc::clone(core);
     core.background.spawn(async move {
-        let lease = worker.config.watchdog_timeout;
         let moot = Instant::now() + lease.duration();
-        if let Err(failure) = told_to_leave(&worker, &entry, leave, lease, moot).await {
+        // The holds that stay are entitled to nothing new, and an expiry is never shortened.
+        if let Err(failure) = told_to_leave(&worker, &entry, leave, LeaseTime::SHORTEST, moot).await {
             tracing::warn!(lock = %entry.ident.lock(), ?failure, "an unknown outcome could not be settled; its lease will run out");
         }
         drop(turn);
@@ -342,5 +356,8 @@ pub(crate) async fn give_back_unrecorded(core: &Core, entry: EntryRef) -> Result
     }
     let moot = Instant::now() + lease.duration();
     let told = told_to_leave(core, &entry, count - 1, lease, moot).await?;
+    if let Some(live) = entry.live() {
+        live.lower_base(count - 1);
+    }
     Ok(told.repeated || told.released != Released::Below(0))
 }

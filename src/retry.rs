@@ -7,27 +7,24 @@ use tokio::time::{Instant, sleep};
 const FIRST: Duration = Duration::from_millis(10);
 pub(crate) const LONGEST: Duration = Duration::from_millis(250);
 
-/// Pauses that grow, within a limit of time that starts with the first trouble.
+/// Pauses that grow, within a limit of time that starts now.
 #[derive(Debug)]
 pub(crate) struct Patience {
-    limit: Duration,
+    /// `None` where the clock cannot count that far.
     ends: Option<Instant>,
     next: Duration,
 }
 
 impl Patience {
     pub(crate) fn new(limit: Duration) -> Self {
-        Self { limit, ends: None, next: FIRST }
+        Self { ends: Instant::now().checked_add(limit), next: FIRST }
     }
 
     /// Sleeps before another try; `false` if there is no time left for one.
     pub(crate) async fn pause(&mut self) -> bool {
-        let now = Instant::now();
-        let limit = self.limit;
-        let ends = *self.ends.get_or_insert_with(|| now + limit);
         // Spread, so that many who met the same trouble do not come back as one.
         let pause = self.next.mul_f64(rand::random_range(0.5..1.0));
-        if now + pause > ends {
+        if self.ends.is_some_and(|ends| Instant::now() + pause > ends) {
             return false;
         }
         sleep(pause).await;

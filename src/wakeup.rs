@@ -143,7 +143,7 @@ impl Wakeups {
     /// Takes in the server's answer to a subscription, which is a reason to try again.
     fn answered(&self, name: &Bytes, answer: Subscribed) {
         if let Some(channel) = self.table.lock().channels.get_mut(name) {
-            if answer == Subscribed::Yes && channel.subscription != Subscription::Confirmed {
+            if answer == Subscribed::Yes {
                 channel.subscription = Subscription::Confirmed;
                 channel.wake();
             }

@@ -81,6 +81,11 @@ impl Link {
         }
     }
 
+    /// Whether it was closed on purpose.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.shared.closed.load(Ordering::Acquire)
+    }
+
     /// Closes the connection and ends its tasks. Once is enough.
     pub(crate) async fn close(&self) {
         if self.shared.closed.swap(true, Ordering::AcqRel) {
@@ -99,6 +104,7 @@ impl Drop for Link {
 }
 
 impl Shared {
+    /// Runs a script, and proves that the reply is its own.
     async fn script(
         &self,
         sha1: &'static str,
@@ -137,6 +143,9 @@ impl Shared {
     }
 
     async fn send(&self, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Failure::Closed);
+        }
         let line = Arc::clone(&self.line.read());
         match line.line.client().custom_raw(command, args).await {
             Ok(frame) => read(frame),

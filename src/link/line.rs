@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use fred::clients::Client;
+use fred::error::ErrorKind;
 use fred::interfaces::ClientLike;
 use fred::types::ConnectHandle;
 use tokio::time::timeout;
@@ -26,6 +27,9 @@ impl Line {
         let limit = settings.connect_timeout();
         match timeout(limit, client.init()).await {
             Ok(Ok(driver)) => Ok(Self { client, driver }),
+            Ok(Err(problem)) if *problem.kind() == ErrorKind::Auth => {
+                Err(Error::Server { lock: None, message: problem.details().to_owned() })
+            }
             Ok(Err(problem)) => Err(Error::Connection { detail: problem.to_string() }),
             Err(_) => Err(Error::Timeout { step: Step::Connect, after: limit }),
         }

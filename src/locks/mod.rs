@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::config::LeaseTime;
-use crate::error::Error;
+use crate::error::{Error, Step};
 use crate::holder::{ClientId, Holder, owner_field};
 use crate::keys::Keys;
 use crate::link::{Call, Failure, Reply};
@@ -38,9 +38,26 @@ impl Ident {
 
     /// The error for a call of which nothing is left to be settled.
     pub(crate) fn refused(&self, failure: Failure) -> Error {
-        match failure {
-            Failure::Server(message) => Error::Server { lock: Some(self.lock()), message },
-            Failure::NotSent(detail) | Failure::Unknown(detail) => Error::Connection { detail },
+        error(failure, &self.lock(), None)
+    }
+
+    /// The error for a step that may have happened all the same.
+    pub(crate) fn unknown(&self, failure: Failure, step: Step) -> Error {
+        error(failure, &self.lock(), Some(step))
+    }
+}
+
+/// What a caller is told of a call without a reply; `unknown` is the step that may have happened all the same.
+pub(crate) fn error(failure: Failure, lock: &str, unknown: Option<Step>) -> Error {
+    match (failure, unknown) {
+        (Failure::Closed, None) => Error::Closed,
+        (Failure::Server(message), _) => Error::Server { lock: Some(lock.to_owned()), message },
+        (Failure::NotSent(detail) | Failure::Unknown(detail), None) => Error::Connection { detail },
+        (Failure::NotSent(detail) | Failure::Unknown(detail), Some(step)) => {
+            Error::Unknown { lock: lock.to_owned(), step, detail }
+        }
+        (Failure::Closed, Some(step)) => {
+            Error::Unknown { lock: lock.to_owned(), step, detail: "the client was shut down meanwhile".into() }
         }
     }
 }

@@ -124,6 +124,7 @@ impl ReentrantLock {
         };
         match lease.newest_forgotten() {
             Some(id) => release::give_back(&self.core, entry, lease, id).await,
+            None if lease.base() > 0 => self.unlock_unrecorded(&ident).await,
             None => match lease.lost() {
                 Some(reason) => Err(Error::Lost { lock: ident.lock(), reason }),
                 None => Err(Error::NotHeld {
@@ -225,12 +226,9 @@ impl ReentrantLock {
         let call = FORCE_UNLOCK.batch(1).row(keys.name.clone(), [("channel", keys.channel.clone())]).call();
         let lock = keys.display();
         let reply = self.core.ask(call, &lock, Step::ForceUnlock).await?;
-        let freed = answer(reply).and_then(accepted).map_err(|failure| match failure {
-            Failure::Server(message) => Error::Server { lock: Some(lock.clone()), message },
-            Failure::NotSent(detail) | Failure::Unknown(detail) => {
-                Error::Unknown { lock: lock.clone(), step: Step::ForceUnlock, detail }
-            }
-        })?;
+        let freed = answer(reply)
+            .and_then(accepted)
+            .map_err(|failure| super::error(failure, &lock, Some(Step::ForceUnlock)))?;
         Ok(freed.code == 1)
     }
 
@@ -254,7 +252,7 @@ impl ReentrantLock {
     async fn unlock_unrecorded(&self, ident: &Arc<Ident>) -> Result<(), Error> {
         let not_held =
             || Error::NotHeld { lock: ident.lock(), problem: format!("{} does not hold it (any more)", ident.owner()) };
-        if !self.core.is_shared(ident.holder) {
+        if ident.holder.is_private() {
             return Err(not_held());
         }
         let entry = self.core.entry(ident, &Reentrant);
