@@ -12,11 +12,11 @@
 --   1, target   the owner holds `target`; the expiry is at least the lease
 --   0, pttl     somebody else holds the lock, for that many ms (-1: without an expiry)
 --   2, count    nothing was changed: the owner's count is neither before nor target (0: no field)
---   3, message  nothing was changed: the server's refusal for this name
+--   3, message  no hold was taken: the server's refusal for this name
 --
 -- Idempotent: it writes `target` over `before` only, so a second run finds `target` and leaves it.
--- The expiry is set by the same run as the field, and is never shortened.
--- Leaves what Redisson leaves (checked by reading 3.8.1 to 4.7.0): hash, field -> count, expiry.
+-- The expiry is set by the same run as the field (a user who may not set it gets no lock), and is never shortened.
+-- Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
 
 local function acquire(name, owner, lease, before, target)
   local left = redis.call('pttl', name)
@@ -28,7 +28,11 @@ local function acquire(name, owner, lease, before, target)
     if type(set) == 'table' then
       return 3, set.err
     end
-    redis.call('pexpire', name, lease)
+    local expires = redis.pcall('pexpire', name, lease)
+    if type(expires) == 'table' then
+      redis.pcall('del', name)
+      return 3, expires.err
+    end
     return 1, target
   end
   local count = redis.pcall('hget', name, owner)
@@ -38,16 +42,20 @@ local function acquire(name, owner, lease, before, target)
   if not count then
     return 0, left
   end
+  if count ~= before and count ~= target then
+    return 2, count
+  end
+  if left < tonumber(lease) then
+    local expires = redis.pcall('pexpire', name, lease)
+    if type(expires) == 'table' then
+      return 3, expires.err
+    end
+  end
   if count == before then
     local set = redis.pcall('hset', name, owner, target)
     if type(set) == 'table' then
       return 3, set.err
     end
-  elseif count ~= target then
-    return 2, count
-  end
-  if left < tonumber(lease) then
-    redis.call('pexpire', name, lease)
   end
   return 1, target
 end
