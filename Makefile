@@ -1,6 +1,6 @@
 # demo, test and bench need a Redis or Valkey server; .ci/with-redis finds or installs one.
 
-.PHONY: help demo test bench lint doc clean-cache
+.PHONY: help demo test interop bench lint doc clean-cache
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -10,6 +10,9 @@ demo: ## Run the flash-sale example (options: make demo ARGS="--help")
 
 test: ## Run all tests: unit, integration, examples and documentation (only some: make test ARGS=name)
 	bash .ci/with-redis cargo test $(ARGS)
+
+interop: ## Run the scenarios side by side with every Redisson version (needs a JDK and Maven)
+	bash .ci/with-redis bash .ci/interop
 
 bench: ## Run the benchmarks
 	bash .ci/with-redis --url-is-enough cargo bench

@@ -49,8 +49,18 @@ pub(crate) async fn acquire(
         }
     };
     let entry = core.entry(&ident, kind);
-    let mut waiter =
-        Waiter { core, entry, mode, begun, ends, patience, place: None, remaining_ttl: None, warned: false };
+    let mut waiter = Waiter {
+        core,
+        entry,
+        mode,
+        begun,
+        ends,
+        patience,
+        place: None,
+        remaining_ttl: None,
+        asked: false,
+        warned: false,
+    };
     let outcome = waiter.run().await;
     if let Ok(Acquisition::Granted(_)) = &outcome {
         waiter.core.wakeups.holder_granted(&ident);
@@ -67,6 +77,7 @@ struct Waiter {
     patience: Duration,
     place: Option<Place>,
     remaining_ttl: Option<Duration>,
+    asked: bool,
     warned: bool,
 }
 
@@ -86,6 +97,7 @@ impl Waiter {
             if !self.wait_for_turn().await? {
                 return Ok(self.contended());
             }
+            self.asked = true;
             match self.attempt().await? {
                 Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
                 Attempt::Held(ttl) => {
@@ -95,7 +107,6 @@ impl Waiter {
                         const FLOOR: Duration = Duration::from_millis(5);
                         place.try_again_by(Instant::now() + (ttl + Duration::from_millis(1)).max(FLOOR));
                     }
-                    self.warn_of_self();
                 }
             }
         }
@@ -108,12 +119,20 @@ impl Waiter {
                 // The holder has the lock: this is a re-entry, which waits for nobody.
                 return Ok(true);
             }
+            // However short the wait time: who is in front asks once. However many wake-ups: not after its end.
+            if self.asked && self.ends.is_some_and(|ends| Instant::now() >= ends) {
+                return Ok(false);
+            }
+            let recheck = spread(self.core.config.recheck_interval);
             let place = self.place.get_or_insert_with(|| self.core.wakeups.join(&self.entry.ident));
-            let until = match place.turn(spread(self.core.config.recheck_interval)) {
+            let until = match place.turn(recheck) {
                 Turn::Try => return Ok(true),
                 Turn::Closed => return Err(Error::Closed),
                 Turn::Sleep(until) => until,
             };
+            if !std::mem::replace(&mut self.warned, true) {
+                warn_of_self(&self.core, &self.entry.ident);
+            }
             let until = match (until, self.ends) {
                 (Some(until), Some(ends)) => Some(until.min(ends)),
                 (until, ends) => until.or(ends),
@@ -148,23 +167,20 @@ impl Waiter {
     fn contended(&self) -> Acquisition {
         Acquisition::Contended { waited: self.begun.elapsed(), remaining_ttl: self.remaining_ttl }
     }
+}
 
-    /// Tells once if this task waits for itself.
-    fn warn_of_self(&mut self) {
-        if std::mem::replace(&mut self.warned, true) {
-            return;
-        }
-        let task = TaskId::current();
-        let own = self.core.holds.leases_of(&self.entry.ident.keys.name);
-        if let Some(lease) = own.iter().find(|lease| lease.taken_by(task)) {
-            tracing::warn!(
-                lock = %self.entry.ident.lock(),
-                held_by = %lease.ident.owner(),
-                wanted_by = %self.entry.ident.owner(),
-                "a task waits for a lock that it holds itself, under another holder: run the nested code in the holder's \
-                 scope (lock.run(..), guard.run(..), Holder::scope(..)), or build the client with HolderPolicy::PerTask",
-            );
-        }
+/// Tells if this task is about to wait for itself.
+fn warn_of_self(core: &Core, ident: &Ident) {
+    let task = TaskId::current();
+    let own = core.holds.leases_of(&ident.keys.name);
+    if let Some(lease) = own.iter().find(|lease| lease.taken_by(task)) {
+        tracing::warn!(
+            lock = %ident.lock(),
+            held_by = %lease.ident.owner(),
+            wanted_by = %ident.owner(),
+            "a task waits for a lock that it holds itself, under another holder: run the nested code in the holder's \
+             scope (lock.run(..), guard.run(..), Holder::scope(..)), or build the client with HolderPolicy::PerTask",
+        );
     }
 }
 
