@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use futures::FutureExt;
 use futures::future::BoxFuture;
-use futures::{FutureExt, TryFutureExt};
 use pin_project_lite::pin_project;
 
 use super::Kind;
@@ -34,8 +34,8 @@ impl Options {
         Self { core, keys, kind, lease: None, wait: None }
     }
 
-    fn acquire(self, unless_asked: WaitTime) -> BoxFuture<'static, Result<(Acquisition, Keys), Error>> {
-        // The holder is whoever polls first: the caller's task, not one that the future was moved to.
+    /// To be called in the first poll: the holder is whoever polls, not whoever made the request.
+    fn acquire(self, unless_asked: WaitTime) -> impl Future<Output = Result<(Acquisition, Keys), Error>> + Send {
         let current = self.core.config.holder_policy.current();
         async move {
             let keys = self.keys?;
@@ -50,29 +50,30 @@ impl Options {
             let ident = self.core.ident(&keys, current.unwrap_or_else(Holder::new));
             Ok((acquire(self.core, self.kind, ident, mode, wait).await?, keys))
         }
-        .boxed()
     }
 
     fn lock(self) -> BoxFuture<'static, Result<LockGuard, Error>> {
-        self.acquire(WaitTime::Unlimited)
-            .and_then(|(acquisition, keys)| async move {
-                match acquisition {
-                    Acquisition::Granted(hold) => Ok(LockGuard::new(hold)),
-                    Acquisition::Contended { waited, remaining_ttl } => {
-                        Err(Error::Contended { lock: keys.display(), waited, remaining_ttl })
-                    }
+        let acquire = self.acquire(WaitTime::Unlimited);
+        async move {
+            match acquire.await? {
+                (Acquisition::Granted(hold), _) => Ok(LockGuard::new(hold)),
+                (Acquisition::Contended { waited, remaining_ttl }, keys) => {
+                    Err(Error::Contended { lock: keys.display(), waited, remaining_ttl })
                 }
-            })
-            .boxed()
+            }
+        }
+        .boxed()
     }
 
     fn try_lock(self) -> BoxFuture<'static, Result<Option<LockGuard>, Error>> {
-        self.acquire(WaitTime::AtMost(Duration::ZERO))
-            .map_ok(|(acquisition, _)| match acquisition {
+        let acquire = self.acquire(WaitTime::AtMost(Duration::ZERO));
+        async move {
+            Ok(match acquire.await?.0 {
                 Acquisition::Granted(hold) => Some(LockGuard::new(hold)),
                 Acquisition::Contended { .. } => None,
             })
-            .boxed()
+        }
+        .boxed()
     }
 }
 
