@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::OwnedMutexGuard;
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::config::{LeaseTime, WaitTime};
 use crate::core::Core;
@@ -154,9 +154,9 @@ impl Waiter {
     /// Asks the server once, and again while it is in trouble that may pass.
     async fn attempt(&self) -> Result<Attempt, Error> {
         let turn = Arc::clone(&self.entry.turn).lock_owned();
-        let limit = Instant::now() + self.patience;
-        let Ok(turn) = timeout_at(limit, turn).await else {
-            return Err(Error::Timeout { step: Step::EarlierOperation, after: self.patience });
+        let patience = self.patience.max(self.core.config.command_timeout);
+        let Ok(turn) = timeout(patience, turn).await else {
+            return Err(Error::Timeout { step: Step::EarlierOperation, after: patience });
         };
         self.core.ensure_open()?;
         let attempt =

@@ -93,7 +93,7 @@ impl LockClient {
     /// Calling it again does nothing.
     ///
     /// # Errors
-    /// [`Error::Timeout`] with [`Step::Shutdown`]: releases were still unanswered after the client's retry timeout.
+    /// [`Error::Timeout`] with [`Step::Shutdown`]: releases were still unanswered after the retry timeout.
     /// Everything is ended all the same; what was not released runs out with its lease.
     ///
     /// # Cancel safety
@@ -107,7 +107,7 @@ impl LockClient {
             let reason = lease.lose(LostReason::Shutdown);
             renewal::tell_lost(core, &lease, reason, false);
         }
-        let limit = core.config.retry_timeout;
+        let limit = core.config.patience();
         let drained = tokio::time::timeout(limit, core.background.drained()).await;
         core.stop.send_replace(true);
         let tasks = std::mem::take(&mut *self.tasks.lock());
@@ -177,6 +177,8 @@ impl LockClientBuilder {
     }
 
     /// For how long an operation goes on trying while the server is in trouble. Default 10 s; 0 to 1 h.
+    ///
+    /// The first answer is always waited for, as long as [`command_timeout`](Self::command_timeout) says.
     pub fn retry_timeout(mut self, timeout: Duration) -> Self {
         self.retry_timeout = Some(timeout);
         self

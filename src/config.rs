@@ -92,6 +92,13 @@ impl Default for Config {
     }
 }
 
+impl Config {
+    /// How long a caller waits for an answer at all: at least as long as one reply may take.
+    pub(crate) fn patience(&self) -> Duration {
+        self.retry_timeout.max(self.command_timeout)
+    }
+}
+
 /// Refuses a duration outside the bounds that the message names.
 pub(crate) fn bounded(
     setting: &'static str,

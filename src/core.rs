@@ -62,3 +62,9 @@ impl Core {
         }
     }
 }
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        self.holds.clear();
+    }
+}

@@ -50,7 +50,7 @@ impl From<ClientId> for Uuid {
 impl FromStr for ClientId {
     type Err = Error;
 
-    /// Reads a UUID in its usual form of 36 characters.
+    /// Reads a UUID in any of its usual forms.
     fn from_str(text: &str) -> Result<Self, Error> {
         let uuid = Uuid::try_parse(text).map_err(|problem| Error::InvalidConfig {
             setting: "client id",

@@ -129,6 +129,13 @@ impl Holds {
         self.table.lock().held.values().flatten().cloned().collect()
     }
 
+    /// Lets go of everything: the client is gone.
+    pub(crate) fn clear(&self) {
+        let entries: Vec<_> = self.table.lock().entries.values().cloned().collect();
+        // A forgotten hold and its entry keep each other.
+        entries.iter().filter_map(|entry| entry.latest()).for_each(|lease| lease.let_go());
+    }
+
     /// Sets when the scheduler looks at a lease.
     pub(crate) fn schedule(&self, lease: &Arc<Lease>, at: Instant) {
         let place = (at, self.fresh_id());

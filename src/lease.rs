@@ -210,6 +210,12 @@ impl Lease {
         drop(spare);
     }
 
+    /// Lets go of the entries that forgotten holds keep: nobody will ask for them any more.
+    pub(crate) fn let_go(&self) {
+        let kept: Vec<_> = self.state.lock().holds.iter_mut().filter_map(|hold| hold.forgotten.take()).collect();
+        drop(kept);
+    }
+
     /// The newest hold that no guard stands for.
     pub(crate) fn newest_forgotten(&self) -> Option<u64> {
         self.state.lock().holds.iter().rev().find(|hold| hold.forgotten.is_some()).map(|hold| hold.id)
@@ -230,13 +236,10 @@ impl Lease {
     /// What the scheduler has to do about it now, `soon` being how early a renewal may be.
     pub(crate) fn upkeep(&self, period: Duration, soon: Duration) -> Upkeep {
         let now = Instant::now();
-        let mut released = Vec::new();
         let upkeep = {
             let mut state = self.state.lock();
             if let Some(reason) = state.check() {
                 let clean = !std::mem::replace(&mut state.cleaned, true);
-                // Nobody gives back what is lost: holds without guards end here.
-                released = state.holds.iter_mut().filter_map(|hold| hold.forgotten.take()).collect();
                 Upkeep::Lost {
                     reason,
                     clean: clean && reason != LostReason::Gone && reason != LostReason::ForceUnlocked,
@@ -252,7 +255,6 @@ impl Lease {
                 Upkeep::Renew
             }
         };
-        drop(released);
         if matches!(upkeep, Upkeep::Lost { .. }) {
             self.changed.notify_waiters();
         }

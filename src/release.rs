@@ -4,9 +4,9 @@ use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, Either};
 use futures::stream::FuturesUnordered;
 use futures::{FutureExt, StreamExt};
 use tokio::sync::{Notify, OwnedMutexGuard, mpsc, watch};
@@ -193,7 +193,13 @@ impl Drop for Hold {
             // Given back already; or the client was shut down, which has told its holders that they lost.
             return;
         }
-        let release = release(Arc::clone(&self.core), self.entry.clone(), Arc::clone(&self.lease), self.id);
+        // In line from now on, so that the holder's next acquire comes after it.
+        let mut turn = Box::pin(Arc::clone(&self.entry.turn).lock_owned());
+        let queued = match turn.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(turn) => Either::Left(std::future::ready(turn)),
+            Poll::Pending => Either::Right(turn),
+        };
+        let release = release(Arc::clone(&self.core), self.entry.clone(), Arc::clone(&self.lease), self.id, queued);
         let ident = Arc::clone(&self.entry.ident);
         self.core.background.spawn(async move {
             match release.await {
@@ -209,21 +215,29 @@ impl Drop for Hold {
 /// Releases a hold for a caller who waits, as long as the client is ready to try.
 pub(crate) async fn give_back(core: &Arc<Core>, entry: EntryRef, lease: Arc<Lease>, id: u64) -> Result<(), Error> {
     let ident = Arc::clone(&entry.ident);
-    let release = Handoff::new(&core.background, release(Arc::clone(core), entry, lease, id));
-    match tokio::time::timeout(core.config.retry_timeout, release).await {
+    let turn = Arc::clone(&entry.turn).lock_owned();
+    let release = Handoff::new(&core.background, release(Arc::clone(core), entry, lease, id, turn));
+    let patience = core.config.patience();
+    match tokio::time::timeout(patience, release).await {
         Ok(outcome) => outcome,
         Err(_) => Err(Error::Unknown {
             lock: ident.lock(),
             step: Step::Release,
-            detail: format!("no answer in {:?}", core.config.retry_timeout),
+            detail: format!("no answer in {patience:?}"),
         }),
     }
 }
 
 /// Releases a hold: takes it out of the renewal table, then off the server, trying until the server answers or
 /// until its lease is over anyway.
-async fn release(core: Arc<Core>, entry: EntryRef, lease: Arc<Lease>, id: u64) -> Result<(), Error> {
-    let turn = Arc::clone(&entry.turn).lock_owned().await;
+async fn release(
+    core: Arc<Core>,
+    entry: EntryRef,
+    lease: Arc<Lease>,
+    id: u64,
+    turn: impl Future<Output = OwnedMutexGuard<()>> + Send,
+) -> Result<(), Error> {
+    let turn = turn.await;
     let ident = &entry.ident;
     let lost = |reason| Error::Lost { lock: ident.lock(), reason };
     let leaving = match lease.begin_release(id) {

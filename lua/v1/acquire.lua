@@ -30,7 +30,9 @@ local function acquire(name, owner, lease, before, target)
     end
     local expires = redis.pcall('pexpire', name, lease)
     if type(expires) == 'table' then
-      redis.pcall('del', name)
+      if type(redis.pcall('del', name)) == 'table' then
+        redis.pcall('hdel', name, owner)
+      end
       return 3, expires.err
     end
     return 1, target

@@ -35,11 +35,11 @@ local function release(name, owner, channel, lease, leave)
     return 1, '0'
   end
   if count ~= leave then
-    local have = tonumber(count)
-    if not have then
+    if not string.match(count, '^%d+$') then
       return 3, 'ERR the hold count is not a number'
     end
-    if have < tonumber(leave) then
+    -- As text: Lua's numbers are exact to 2^53 only.
+    if #count < #leave or (#count == #leave and count < leave) then
       return 2, count
     end
     local set = redis.pcall('hset', name, owner, leave)

@@ -30,8 +30,10 @@ impl Line {
             Ok(Err(problem)) if *problem.kind() == ErrorKind::Auth => {
                 Err(Error::Server { lock: None, message: problem.details().to_owned() })
             }
-            Ok(Err(problem)) => Err(Error::Connection { detail: problem.to_string() }),
-            Err(_) => Err(Error::Timeout { step: Step::Connect, after: limit }),
+            Ok(Err(problem)) if *problem.kind() != ErrorKind::Timeout => {
+                Err(Error::Connection { detail: problem.to_string() })
+            }
+            Ok(Err(_)) | Err(_) => Err(Error::Timeout { step: Step::Connect, after: limit }),
         }
     }
 

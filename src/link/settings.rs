@@ -43,6 +43,8 @@ impl Settings {
         let mut config = Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
         // Push messages beside replies, and maps as maps (https://github.com/redis/redis-specifications, RESP3).
         config.version = RespVersion::RESP3;
+        config.username = config.username.as_deref().map(inline);
+        config.password = config.password.as_deref().map(inline);
         Ok(Self { config, connect_timeout, command_timeout })
     }
 
@@ -60,7 +62,8 @@ impl Settings {
         let config = Config { fail_fast, ..self.config.clone() };
         let connection = ConnectionConfig {
             connection_timeout: self.connect_timeout,
-            internal_command_timeout: self.command_timeout,
+            // The greeting is a part of connecting, whatever later commands are given.
+            internal_command_timeout: self.connect_timeout,
             // A script whose reply is lost must not be sent again behind our back.
             max_command_attempts: 1,
             max_redirections: 0,
@@ -87,6 +90,28 @@ impl fmt::Debug for Settings {
             .field("command_timeout", &self.command_timeout)
             .finish_non_exhaustive()
     }
+}
+
+/// Writes a user's name or password as the server's inline form of commands reads it back.
+///
+/// The client library sends `HELLO` inline and does not quote, so a space would end the argument, and a line feed the
+/// command: what follows would be run as another one. Inside double quotes the server takes any byte as `\xHH`
+/// (<https://redis.io/docs/latest/develop/reference/protocol-spec/#inline-commands>).
+fn inline(secret: &str) -> String {
+    let plain = |byte: u8| byte.is_ascii_graphic() && !matches!(byte, b'"' | b'\'' | b'\\');
+    if !secret.is_empty() && secret.bytes().all(plain) {
+        return secret.to_owned();
+    }
+    let mut quoted = String::from('"');
+    for byte in secret.bytes() {
+        if plain(byte) {
+            quoted.push(char::from(byte));
+        } else {
+            quoted.push_str(&format!("\\x{byte:02x}"));
+        }
+    }
+    quoted.push('"');
+    quoted
 }
 
 fn refused(problem: &str) -> Error {

@@ -257,7 +257,7 @@ impl ReentrantLock {
         }
         let entry = self.core.entry(ident, &Reentrant);
         let core = Arc::clone(&self.core);
-        let patience = self.core.config.retry_timeout;
+        let patience = self.core.config.patience();
         let release =
             release::Handoff::new(
                 &self.core.background,
