@@ -1,0 +1,173 @@
+//! The shop: how a buyer places an order, without a lock and with one.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use redis::AsyncCommands;
+use redis::aio::MultiplexedConnection;
+use redisson_lock::{LockClient, ReentrantLock};
+
+use crate::Failure;
+use crate::reports::Report;
+
+/// How long a lock outlives the process that held it. The default of 30 s would make a long demo.
+pub const WATCHDOG_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// One for a process is enough, whatever the number of its locks and buyers.
+pub async fn lock_client(url: &str) -> Result<LockClient, Failure> {
+    // By default a reply may take a third of the watchdog timeout. Here the demo goes on even on a very busy machine.
+    let patience = Duration::from_secs(10);
+    let client = LockClient::builder().watchdog_timeout(WATCHDOG_TIMEOUT);
+    Ok(client.connect_timeout(patience).command_timeout(patience).connect(url).await?)
+}
+
+/// What keeps two buyers from selling the same item.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Protection {
+    None,
+    Lock,
+    /// A lock, and functions that lock again inside it.
+    Reentrant,
+}
+
+/// The shop as one worker process sees it.
+pub struct Shop {
+    pub redis: MultiplexedConnection,
+    pub lock: ReentrantLock,
+    pub keys: Keys,
+    pub think: Duration,
+    /// See [`Job::stop_at`](crate::options::Job::stop_at).
+    pub stop_at: Option<u64>,
+    pub depth_told: AtomicBool,
+}
+
+impl Shop {
+    /// Sells one item; `false` when nothing is left.
+    pub async fn place_order(&self, protection: Protection, buyer: &str) -> Result<bool, Failure> {
+        match protection {
+            Protection::None => self.place_order_unlocked(buyer).await,
+            Protection::Lock => self.place_order_locked(buyer).await,
+            Protection::Reentrant => self.place_order_reentrant(buyer).await,
+        }
+    }
+
+    /// Read, think, write back: whoever reads while another one thinks sells the same item again.
+    async fn place_order_unlocked(&self, buyer: &str) -> Result<bool, Failure> {
+        let Some(item) = self.next_item().await? else { return Ok(false) };
+        tokio::time::sleep(self.think).await;
+        self.write_back(item, buyer).await?;
+        Ok(true)
+    }
+
+    /// The same under the lock: while one buyer thinks, all others wait, in whatever process they are.
+    async fn place_order_locked(&self, buyer: &str) -> Result<bool, Failure> {
+        let asked = Instant::now();
+        self.lock
+            .run(async {
+                Report::Waited(asked.elapsed()).send();
+                let item = self.next_item().await?;
+                self.stop_if_told(item).await;
+                let Some(item) = item else { return Ok(false) };
+                tokio::time::sleep(self.think).await;
+                self.write_back(item, buyer).await?;
+                Ok(true)
+            })
+            .await?
+    }
+
+    /// The same in steps that lock by themselves, as they are called from elsewhere, too. Inside this lock they
+    /// re-enter: they neither wait nor give it up.
+    async fn place_order_reentrant(&self, buyer: &str) -> Result<bool, Failure> {
+        let asked = Instant::now();
+        self.lock
+            .run(async {
+                Report::Waited(asked.elapsed()).send();
+                let Some(item) = self.reserve_stock().await? else { return Ok(false) };
+                self.write_invoice(item, buyer).await?;
+                Ok(true)
+            })
+            .await?
+    }
+
+    async fn reserve_stock(&self) -> Result<Option<u64>, Failure> {
+        self.lock
+            .run(async {
+                if !self.depth_told.swap(true, Ordering::Relaxed) {
+                    Report::Depth(self.lock.hold_count().await?).send();
+                }
+                let item = self.next_item().await?;
+                tokio::time::sleep(self.think).await;
+                Ok(item)
+            })
+            .await?
+    }
+
+    async fn write_invoice(&self, item: u64, buyer: &str) -> Result<(), Failure> {
+        self.lock.run(self.write_back(item, buyer)).await?
+    }
+
+    /// The stock counts down, so what is left is also the number of the item that is sold next.
+    async fn next_item(&self) -> Result<Option<u64>, Failure> {
+        let left: i64 = self.redis.clone().get(&self.keys.stock).await?;
+        Ok(u64::try_from(left).ok().filter(|item| *item > 0))
+    }
+
+    /// Writes the stock and the order in one step: a worker that is killed leaves both or neither.
+    async fn write_back(&self, item: u64, buyer: &str) -> Result<(), Failure> {
+        redis::pipe()
+            .atomic()
+            .set(&self.keys.stock, item - 1)
+            .rpush(&self.keys.orders, format!("{item} {buyer}"))
+            .exec_async(&mut self.redis.clone())
+            .await?;
+        Ok(())
+    }
+
+    /// Half-way, the victim tells that it has the lock, and stops there until it is killed.
+    async fn stop_if_told(&self, item: Option<u64>) {
+        if self.stop_at.is_some_and(|stop_at| item.unwrap_or(0) <= stop_at) {
+            Report::Holding.send();
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+impl Protection {
+    pub const ALL: [Self; 3] = [Self::None, Self::Lock, Self::Reentrant];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "no lock",
+            Self::Lock => "lock",
+            Self::Reentrant => "re-entrant lock",
+        }
+    }
+
+    pub fn locks(self) -> bool {
+        self != Self::None
+    }
+}
+
+/// The names on the server.
+#[derive(Clone)]
+pub struct Keys {
+    /// What is left, a number.
+    pub stock: String,
+    /// The orders, a list of `ITEM BUYER`.
+    pub orders: String,
+    pub lock: String,
+}
+
+impl Keys {
+    pub fn new(prefix: &str) -> Self {
+        Self {
+            stock: format!("{prefix}stock_01"),
+            orders: format!("{prefix}orders"),
+            lock: format!("{prefix}lock:stock_01"),
+        }
+    }
+
+    pub fn all(&self) -> [&str; 3] {
+        [&self.stock, &self.orders, &self.lock]
+    }
+}
