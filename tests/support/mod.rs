@@ -1,4 +1,6 @@
 //! What the tests share: real servers, and the peers that use them.
 
 pub mod java;
+pub mod process;
+pub mod proxy;
 pub mod server;

@@ -75,8 +75,7 @@ impl Builder {
     /// Makes the data survive [`Server::restart`] and [`Server::kill`]: each write is on disk
     /// before it is answered.
     pub fn persistent(self) -> Self {
-        self.arg("--appendonly", "yes")
-            .arg("--appendfsync", "always")
+        self.arg("--appendonly", "yes").arg("--appendfsync", "always")
     }
 
     /// Makes clients log in with this password. It becomes a part of the URL as it is, so it
@@ -141,11 +140,7 @@ impl Server {
             return Self::start();
         };
         let parsed = url::Url::parse(&url).expect("REDIS_URL is a URL");
-        Self {
-            port: parsed.port().unwrap_or(6379),
-            url,
-            own: None,
-        }
+        Self { port: parsed.port().unwrap_or(6379), url, own: None }
     }
 
     /// The URL for clients. It stays the same across restarts.
@@ -161,8 +156,7 @@ impl Server {
     /// A new connection of an independent client, to observe what the library under test did.
     #[track_caller]
     pub fn connection(&self) -> redis::Connection {
-        self.connect()
-            .unwrap_or_else(|error| panic!("no connection to {}: {error}", self.url))
+        self.connect().unwrap_or_else(|error| panic!("no connection to {}: {error}", self.url))
     }
 
     /// Stops the server in an orderly way, and waits for its end.
@@ -288,11 +282,7 @@ impl Server {
 
     #[track_caller]
     fn give_up(&self, what: &str, failure: Failure) -> ! {
-        panic!(
-            "the server on port {} did not {what}: {failure:?}; its log:\n{}",
-            self.port,
-            self.log()
-        )
+        panic!("the server on port {} did not {what}: {failure:?}; its log:\n{}", self.port, self.log())
     }
 }
 
@@ -319,11 +309,7 @@ struct Running {
 
 impl Running {
     fn spawn(port: &str, args: &[String], dir: &TempDir) -> Self {
-        let log = File::options()
-            .create(true)
-            .append(true)
-            .open(log_file(dir))
-            .expect("a log file");
+        let log = File::options().create(true).append(true).open(log_file(dir)).expect("a log file");
         let server = Command::new(binary())
             .args(["--bind", "127.0.0.1", "--port", port])
             .args(["--save", "", "--appendonly", "no"])
@@ -395,11 +381,7 @@ fn binary() -> &'static Path {
             .stdin(Stdio::null())
             .output()
             .unwrap_or_else(|error| panic!("bash {script}: {error}"));
-        assert!(
-            output.status.success(),
-            "bash {script}: {}",
-            String::from_utf8_lossy(&output.stderr)
-        );
+        assert!(output.status.success(), "bash {script}: {}", String::from_utf8_lossy(&output.stderr));
         let path = String::from_utf8(output.stdout).expect("a path in UTF-8");
         path.trim_end().into()
     })

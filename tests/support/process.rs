@@ -1,0 +1,101 @@
+//! Other processes: the running test binary, started again for the work of one function.
+//!
+//! A test file that wants them has one more test, which does nothing in an ordinary run:
+//!
+//! ```ignore
+//! #[tokio::test]
+//! async fn worker_process() {
+//!     let Some(role) = process::role() else { return };
+//!     // ... process::setting("URL") ...
+//! }
+//! ```
+
+// Every test binary includes this module and uses a part of it.
+#![allow(dead_code)]
+
+use std::io::Read;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+
+const ROLE: &str = "TEST_WORKER_ROLE";
+const SETTING: &str = "TEST_WORKER_";
+
+/// A process that runs the test `worker_process` of this binary. Dropping it kills it.
+#[derive(Debug)]
+pub struct Worker(Child);
+
+impl Worker {
+    /// Starts a worker, which finds these settings by [`setting`].
+    pub fn start(role: &str, settings: &[(&str, &str)]) -> Self {
+        let mut command = Command::new(std::env::current_exe().expect("this binary"));
+        command.args(["worker_process", "--exact", "--nocapture", "--test-threads=1"]).env(ROLE, role);
+        for (name, value) in settings {
+            command.env(format!("{SETTING}{name}"), value);
+        }
+        // Its input is a pipe that breaks when this process ends in any way: see `role`.
+        Self(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("a worker process"))
+    }
+
+    /// Makes it stand still. When this returns it does.
+    pub fn pause(&self) {
+        kill(self.pid(), Signal::SIGSTOP).expect("SIGSTOP");
+        let status = waitpid(self.pid(), Some(WaitPidFlag::WUNTRACED));
+        assert!(matches!(status, Ok(WaitStatus::Stopped(..))), "the worker ended when it was to pause: {status:?}");
+    }
+
+    /// Lets it go on.
+    pub fn resume(&self) {
+        kill(self.pid(), Signal::SIGCONT).expect("SIGCONT");
+    }
+
+    /// Kills it with SIGKILL, and waits for its end.
+    pub fn kill(mut self) {
+        self.0.kill().expect("SIGKILL");
+        self.0.wait().expect("the worker's end");
+    }
+
+    /// Waits for its end by itself.
+    #[track_caller]
+    pub fn ended(&mut self, limit: Duration) -> ExitStatus {
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.0.try_wait().expect("the worker's state") {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "the worker did not end within {limit:?}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_raw(self.0.id().try_into().expect("a process id"))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // An error means that it has ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What this process is to do, if it is a worker. From then on it ends as soon as the process that started it does.
+pub fn role() -> Option<String> {
+    let role = std::env::var(ROLE).ok()?;
+    std::thread::spawn(|| {
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        std::process::exit(1);
+    });
+    Some(role)
+}
+
+/// A setting that this worker was started with.
+#[track_caller]
+pub fn setting(name: &str) -> String {
+    std::env::var(format!("{SETTING}{name}")).unwrap_or_else(|_| panic!("no setting {name}"))
+}
