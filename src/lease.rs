@@ -165,23 +165,25 @@ impl Lease {
         reason
     }
 
-    /// Takes a hold out, before its release is sent: from then on it is not renewed.
+    /// Takes a hold out, before its release is sent: from then on it is not renewed. `None` if it is out already.
     pub(crate) fn begin_release(&self, id: u64) -> Option<Result<Leaving, LostReason>> {
-        let (kept, leaving) = {
-            let mut state = self.state.lock();
-            let lost = state.check();
-            let at = state.holds.iter().position(|hold| hold.id == id)?;
-            let hold = state.holds.swap_remove(at);
-            let leaving = match lost {
-                Some(reason) => Err(reason),
-                // By our record of the holds, not by the server's count: that may hold what a lost reply left.
-                None => Ok(Leaving { leave: state.base + state.holds.len() as i64, stay: state.longest() }),
-            };
-            (hold.forgotten, leaving)
-        };
-        // Outside the lock: the entry's last reference takes the table's lock.
-        drop(kept);
-        Some(leaving)
+        if let Some(reason) = self.lost() {
+            return Some(Err(reason));
+        }
+        self.drop_hold(id).then(|| {
+            let state = self.state.lock();
+            // By our record of the holds, not by the server's count: that may hold what a lost reply left.
+            Ok(Leaving { leave: state.base + state.holds.len() as i64, stay: state.longest() })
+        })
+    }
+
+    /// Takes a hold out of the record. Tells whether it was in.
+    pub(crate) fn drop_hold(&self, id: u64) -> bool {
+        let mut state = self.state.lock();
+        let hold = state.holds.iter().position(|hold| hold.id == id).map(|at| state.holds.swap_remove(at));
+        // The entry's last reference takes the table's lock, so it goes outside this one.
+        drop(state);
+        hold.is_some()
     }
 
     /// Records what a release or a renewal left on the server.
@@ -262,14 +264,8 @@ impl Lease {
     }
 
     /// Whether the caller has to see to it that a lost lease leaves nothing behind; answers yes once.
-    ///
-    /// At a shutdown the code of other holds may still run: then the last one says yes.
     pub(crate) fn claim_cleaning(&self) -> bool {
-        let mut state = self.state.lock();
-        if state.lost == Some(LostReason::Shutdown) && !state.holds.is_empty() {
-            return false;
-        }
-        !std::mem::replace(&mut state.cleaned, true)
+        self.state.lock().claim_cleaning()
     }
 
     /// Says that a renewal is over, so that the next may begin.
@@ -292,6 +288,17 @@ impl State {
             self.lost = Some(LostReason::Expired);
         }
         self.lost
+    }
+
+    fn claim_cleaning(&mut self) -> bool {
+        let due = match self.lost {
+            Some(LostReason::Expired) => true,
+            // The code of other holds may still run: the last one says yes.
+            Some(LostReason::Shutdown) => self.holds.is_empty(),
+            // Nothing of it is there.
+            Some(LostReason::Gone | LostReason::ForceUnlocked) | None => false,
+        };
+        due && !std::mem::replace(&mut self.cleaned, true)
     }
 
     fn renews(&self) -> bool {

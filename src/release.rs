@@ -237,18 +237,15 @@ async fn release(
     id: u64,
     turn: impl Future<Output = OwnedMutexGuard<()>> + Send,
 ) -> Result<(), Error> {
+    // What is lost needs no turn to be told: an earlier operation may wait for the server for long.
+    if let Some(reason) = lease.lost() {
+        return Err(lost(&core, &entry, &lease, id, reason));
+    }
     let turn = turn.await;
     let ident = &entry.ident;
-    let lost = |reason| Error::Lost { lock: ident.lock(), reason };
     let leaving = match lease.begin_release(id) {
         Some(Ok(leaving)) => leaving,
-        Some(Err(reason)) => {
-            if lease.claim_cleaning() {
-                core.holds.remove(&lease);
-                clean_up(&core, &entry, &lease, turn);
-            }
-            return Err(lost(reason));
-        }
+        Some(Err(reason)) => return Err(lost(&core, &entry, &lease, id, reason)),
         None => {
             return Err(Error::NotHeld { lock: ident.lock(), problem: "this hold was given back already".into() });
         }
@@ -262,10 +259,7 @@ async fn release(
         Mode::Watchdog => core.config.watchdog_timeout,
         Mode::Fixed(lease) => lease,
     };
-    let gone = |reason| {
-        core.holds.remove(&lease);
-        lost(lease.lose(reason))
-    };
+    let gone = |reason| lost(&core, &entry, &lease, id, lease.lose(reason));
     let outcome = told_to_leave(&core, &entry, leaving.leave, time, Instant::now() + proved).await;
     match outcome {
         Ok(Told { released: Released::Freed, .. }) => {
@@ -287,6 +281,7 @@ async fn release(
             lease.confirmed(Some(count), Instant::now());
         }
         Err(Failure::Server(message)) if message.starts_with("WRONGTYPE") => return Err(gone(LostReason::Gone)),
+        Err(failure @ Failure::Unknown(_)) => return Err(ident.unknown(failure, Step::Release)),
         Err(failure) => return Err(ident.refused(failure)),
     }
     if last {
@@ -294,6 +289,13 @@ async fn release(
     }
     drop(turn);
     Ok(())
+}
+
+/// Ends a hold of a lease that is lost.
+fn lost(core: &Arc<Core>, entry: &EntryRef, lease: &Arc<Lease>, id: u64, reason: LostReason) -> Error {
+    lease.drop_hold(id);
+    crate::renewal::tell_lost(core, lease, reason, lease.claim_cleaning());
+    Error::Lost { lock: entry.ident.lock(), reason }
 }
 
 struct Told {
@@ -323,7 +325,10 @@ async fn told_to_leave(
         };
         repeated |= matches!(failure, Failure::Unknown(_));
         if !failure.is_passing() || !patience.pause().await {
-            return Err(failure);
+            return Err(match failure {
+                Failure::NotSent(detail) if repeated => Failure::Unknown(detail),
+                failure => failure,
+            });
         }
     }
 }

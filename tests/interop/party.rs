@@ -1,0 +1,183 @@
+//! Who takes part in a scenario: a Java thread with Redisson, or a holder with this library. Both have the same verbs,
+//! so that each scenario is written once and runs in both directions.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use redisson_lock::{Error, Holder, HolderExt, LockClient, LockGuard, LostReason};
+
+use crate::support::java::{PeerError, PeerThread};
+use crate::world::Failed;
+
+/// One logical thread of one side.
+#[derive(Clone, Debug)]
+pub enum Party {
+    /// A thread of a Redisson client.
+    Java(PeerThread),
+    /// A holder of a client of ours.
+    Rust(Actor),
+}
+
+/// A holder and the guards of what it holds.
+#[derive(Clone, Debug)]
+pub struct Actor {
+    client: LockClient,
+    holder: Holder,
+    guards: Arc<Mutex<Vec<LockGuard>>>,
+}
+
+/// What an unlock came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unlocked {
+    Done,
+    /// Refused: an `IllegalMonitorStateException`, or `Error::NotHeld`.
+    NotOwner,
+    /// Only here: it was held, and is not any more. Redisson has no word for it of its own.
+    Lost,
+}
+
+impl Unlocked {
+    /// Whether the caller was told that it does not hold the lock.
+    pub fn is_refused(self) -> bool {
+        self != Self::Done
+    }
+}
+
+impl Party {
+    pub fn of(client: &LockClient) -> Self {
+        Self::Rust(Actor { client: client.clone(), holder: Holder::new(), guards: Arc::default() })
+    }
+
+    pub fn is_java(&self) -> bool {
+        matches!(self, Self::Java(_))
+    }
+
+    /// Locks, for as long as it takes; renewed.
+    pub async fn lock(&self, name: &str) -> Result<(), Failed> {
+        match self {
+            Self::Java(thread) => thread.lock(name).await?,
+            Self::Rust(actor) => actor.keep(actor.client.lock(name).lock().with_holder(actor.holder).await?),
+        }
+        Ok(())
+    }
+
+    /// Locks, for as long as it takes; not renewed.
+    pub async fn lock_with_lease(&self, name: &str, lease: Duration) -> Result<(), Failed> {
+        match self {
+            Self::Java(thread) => thread.lock_with_lease(name, lease).await?,
+            Self::Rust(actor) => {
+                actor.keep(actor.client.lock(name).lock().lease(lease).with_holder(actor.holder).await?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Locks if that is possible within the wait time.
+    pub async fn try_lock(&self, name: &str, wait: Duration, lease: Option<Duration>) -> Result<bool, Failed> {
+        match self {
+            Self::Java(thread) => Ok(thread.try_lock(name, wait, lease).await?),
+            Self::Rust(actor) => {
+                let request = actor.client.lock(name).try_lock().wait(wait);
+                let request = match lease {
+                    Some(lease) => request.lease(lease),
+                    None => request,
+                };
+                let guard = request.with_holder(actor.holder).await?;
+                Ok(guard.map(|guard| actor.keep(guard)).is_some())
+            }
+        }
+    }
+
+    /// Gives back one hold.
+    pub async fn unlock(&self, name: &str) -> Result<Unlocked, Failed> {
+        match self {
+            Self::Java(thread) => match thread.unlock(name).await {
+                Err(PeerError { class, .. }) if class == "IllegalMonitorStateException" => Ok(Unlocked::NotOwner),
+                result => Ok(result.map(|()| Unlocked::Done)?),
+            },
+            Self::Rust(actor) => {
+                let newest = actor.guards.lock().unwrap().pop();
+                let result = match newest {
+                    Some(guard) => guard.unlock().await,
+                    None => actor.client.lock(name).unlock().with_holder(actor.holder).await,
+                };
+                match result {
+                    Err(Error::NotHeld { .. }) => Ok(Unlocked::NotOwner),
+                    Err(Error::Lost { .. }) => Ok(Unlocked::Lost),
+                    result => Ok(result.map(|()| Unlocked::Done)?),
+                }
+            }
+        }
+    }
+
+    /// Frees the lock, whoever has it.
+    pub async fn force_unlock(&self, name: &str) -> Result<bool, Failed> {
+        match self {
+            Self::Java(thread) => Ok(thread.force_unlock(name).await?),
+            Self::Rust(actor) => Ok(actor.client.lock(name).force_unlock().await?),
+        }
+    }
+
+    pub async fn is_locked(&self, name: &str) -> Result<bool, Failed> {
+        match self {
+            Self::Java(thread) => Ok(thread.is_locked(name).await?),
+            Self::Rust(actor) => Ok(actor.client.lock(name).is_locked().await?),
+        }
+    }
+
+    pub async fn is_held(&self, name: &str) -> Result<bool, Failed> {
+        match self {
+            Self::Java(thread) => Ok(thread.is_held(name).await?),
+            Self::Rust(actor) => Ok(actor.client.lock(name).is_held().with_holder(actor.holder).await?),
+        }
+    }
+
+    pub async fn hold_count(&self, name: &str) -> Result<i64, Failed> {
+        match self {
+            Self::Java(thread) => Ok(thread.hold_count(name).await?),
+            Self::Rust(actor) => {
+                let count = actor.client.lock(name).hold_count().with_holder(actor.holder).await?;
+                Ok(i64::try_from(count)?)
+            }
+        }
+    }
+
+    /// In Redisson's terms: milliseconds, -2 where the lock is free, -1 where it has no expiry.
+    pub async fn remaining_ttl(&self, name: &str) -> Result<i64, Failed> {
+        match self {
+            Self::Java(thread) => Ok(thread.remaining_ttl(name).await?),
+            Self::Rust(actor) => match actor.client.lock(name).remaining_ttl().await? {
+                None => Ok(-2),
+                Some(Duration::MAX) => Ok(-1),
+                Some(left) => Ok(i64::try_from(left.as_millis())?),
+            },
+        }
+    }
+
+    /// The field `CLIENT:THREAD` that it has in a lock's hash.
+    pub async fn owner(&self) -> Result<String, Failed> {
+        match self {
+            Self::Java(thread) => Ok(thread.owner().await?),
+            Self::Rust(actor) => Ok(format!("{}:{}", actor.client.client_id(), actor.holder)),
+        }
+    }
+
+    /// Waits until the newest guard hears that its lock is gone. Java is never told, so there it answers at once.
+    pub async fn told_of_loss(&self) -> Option<LostReason> {
+        let Self::Rust(actor) = self else { return None };
+        let lost = actor.guards.lock().unwrap().last()?.lost();
+        Some(lost.await)
+    }
+}
+
+impl Actor {
+    /// Who holds the lock, in any process, with the count.
+    pub async fn holders(&self, name: &str) -> Result<Vec<(String, u64)>, Failed> {
+        let holders = self.client.lock(name).holders().await?;
+        Ok(holders.into_iter().map(|holding| (holding.owner, holding.count)).collect())
+    }
+
+    fn keep(&self, guard: LockGuard) {
+        self.guards.lock().unwrap().push(guard);
+    }
+}
