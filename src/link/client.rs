@@ -13,14 +13,20 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use super::line::Line;
+use super::settings::Reconnect;
 use super::{Call, Failure, Reply, Settings, What};
 use crate::error::Error;
 
-/// The connection for calls, replaced when it cannot be trusted any more.
+/// The connection for calls, replaced when it is lost or cannot be trusted any more.
 ///
 /// Replies are matched to calls by their order alone, so a call that had no reply in time may have left
 /// the order shifted. Scripts echo a ticket that proves whose reply it is; and after a time-out or a
 /// foreign ticket the connection is given up for a new one.
+///
+/// What was sent on a connection may still be on its way when the client has given it up, and would be run
+/// whenever it arrives: a late copy of a release would take its holder's next hold. So a new connection first has the
+/// server close the old one (`CLIENT KILL`, <https://redis.io/docs/latest/commands/client-kill/>); only then
+/// are calls made on it, among them the repeats of those whose outcome is unknown.
 pub(crate) struct Link {
     shared: Arc<Shared>,
     keeper: JoinHandle<()>,
@@ -28,7 +34,8 @@ pub(crate) struct Link {
 
 struct Shared {
     settings: Settings,
-    line: RwLock<Arc<Numbered>>,
+    /// `None` while there is no connection to be trusted.
+    line: RwLock<Option<Arc<Numbered>>>,
     distrusted: AtomicU64,
     mend: Notify,
     tickets: AtomicU64,
@@ -38,31 +45,41 @@ struct Shared {
 struct Numbered {
     number: u64,
     line: Line,
+    /// As the server knows it; `None` if it does not say.
+    identity: Option<Identity>,
+}
+
+/// A connection, as the server names it. Numbers begin anew when a server restarts, so the address goes along.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Identity {
+    id: String,
+    address: String,
 }
 
 impl Link {
     /// Connects, and loads the scripts given so that calling them by their SHA-1 works at once.
     pub(crate) async fn connect(settings: Settings, scripts: &[What]) -> Result<Self, Error> {
-        let line = Line::open(&settings).await?;
-        let shared = Arc::new(Shared {
-            settings,
-            line: RwLock::new(Arc::new(Numbered { number: 1, line })),
-            distrusted: AtomicU64::new(0),
-            mend: Notify::new(),
-            tickets: AtomicU64::new(1),
-            closed: AtomicBool::new(false),
-        });
+        let line = Line::open(&settings, Reconnect::Never).await?;
+        let identity = identify(&line).await;
         for script in scripts {
             if let What::Script { text, .. } = script {
                 let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
                 let args = vec![Value::from_static_str("LOAD"), Value::from_static_str(text)];
-                if let Err(failure) = shared.send(load, args).await {
+                if let Err(failure) = say(&line, load, args).await {
                     // Not needed for being right: a script that the server does not know is sent whole.
                     tracing::debug!(?failure, "scripts could not be loaded in advance");
                     break;
                 }
             }
         }
+        let shared = Arc::new(Shared {
+            settings,
+            line: RwLock::new(Some(Arc::new(Numbered { number: 1, line, identity }))),
+            distrusted: AtomicU64::new(0),
+            mend: Notify::new(),
+            tickets: AtomicU64::new(1),
+            closed: AtomicBool::new(false),
+        });
         let keeper = tokio::spawn(keep(Arc::clone(&shared)));
         Ok(Self { shared, keeper })
     }
@@ -75,7 +92,8 @@ impl Link {
                 What::Script { sha1, text } => shared.script(sha1, text, call.keys, call.args).await,
                 What::Command(name) => {
                     let args = call.keys.into_iter().chain(call.args).map(Value::Bytes).collect();
-                    shared.send(CustomCommand::new_static(name, ClusterHash::FirstKey, false), args).await
+                    let line = shared.line()?;
+                    shared.send(&line, CustomCommand::new_static(name, ClusterHash::FirstKey, false), args).await
                 }
             }
         }
@@ -92,8 +110,10 @@ impl Link {
             return;
         }
         self.keeper.abort();
-        let line = Arc::clone(&self.shared.line.read());
-        line.line.quit().await;
+        let line = self.shared.line.write().take();
+        if let Some(line) = line {
+            line.line.quit().await;
+        }
     }
 }
 
@@ -122,13 +142,13 @@ impl Shared {
             all.extend(args.iter().cloned().map(Value::Bytes));
             all
         };
+        let line = self.line()?;
         let by_sha1 = CustomCommand::new_static("EVALSHA", ClusterHash::Random, false);
-        let number = self.line.read().number;
-        let mut outcome = self.send(by_sha1, arguments(sha1)).await;
+        let mut outcome = self.send(&line, by_sha1, arguments(sha1)).await;
         if matches!(&outcome, Err(Failure::Server(message)) if message.starts_with("NOSCRIPT")) {
             // Nothing ran, so the script may be sent whole; the server keeps it from then on.
             let by_text = CustomCommand::new_static("EVAL", ClusterHash::Random, false);
-            outcome = self.send(by_text, arguments(text)).await;
+            outcome = self.send(&line, by_text, arguments(text)).await;
         }
         match outcome? {
             Reply::List(mut values) if values.first() == Some(&Reply::Text(ticket)) => {
@@ -136,73 +156,140 @@ impl Shared {
                 Ok(Reply::List(values))
             }
             other => {
-                self.distrust(number, "a reply belonged to another call");
+                self.distrust(line.number, "a reply belonged to another call");
                 Err(Failure::Unknown(format!("the reply belongs to another call: {other:?}")))
             }
         }
     }
 
-    async fn send(&self, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
+    fn line(&self) -> Result<Arc<Numbered>, Failure> {
         if self.closed.load(Ordering::Acquire) {
             return Err(Failure::Closed);
         }
-        let line = Arc::clone(&self.line.read());
-        match line.line.client().custom_raw(command, args).await {
-            Ok(frame) => read(frame),
-            Err(problem) => {
-                if line.line.has_ended() {
-                    self.distrust(line.number, "the connection's driver has ended");
-                }
-                match problem.kind() {
-                    ErrorKind::Timeout => {
-                        self.distrust(line.number, "a reply did not come in time");
-                        Err(Failure::Unknown("no reply in time".into()))
-                    }
-                    ErrorKind::Backpressure | ErrorKind::Config | ErrorKind::InvalidArgument => {
-                        Err(Failure::NotSent(problem.to_string()))
-                    }
-                    ErrorKind::Unknown if problem.details().contains("Failed to send command to router") => {
-                        Err(Failure::NotSent(problem.to_string()))
-                    }
-                    _ => Err(Failure::Unknown(problem.to_string())),
-                }
-            }
+        match &*self.line.read() {
+            Some(line) if !line.line.has_ended() => Ok(Arc::clone(line)),
+            _ => Err(Failure::NotSent("the connection is lost, and there is no new one yet".into())),
         }
+    }
+
+    async fn send(&self, line: &Numbered, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
+        let outcome = say(&line.line, command, args).await;
+        if let Err(Failure::Unknown(detail)) = &outcome {
+            self.distrust(line.number, detail);
+        }
+        outcome
     }
 
     /// Asks for a new connection in place of that one.
     fn distrust(&self, number: u64, why: &str) {
-        if self.distrusted.fetch_max(number, Ordering::Relaxed) < number {
+        if self.distrusted.fetch_max(number, Ordering::AcqRel) < number {
             tracing::warn!(why, "giving up the connection for a new one");
             self.mend.notify_one();
         }
     }
-
-    fn replace(&self, number: u64) {
-        let mut line = self.line.write();
-        if line.number == number {
-            *line = Arc::new(Numbered { number: number + 1, line: Line::reopen(&self.settings) });
-        }
-    }
 }
 
-/// Watches the connection: its end, calls that distrust it, and its silence while nobody calls.
+/// Makes a call on a line.
+async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
+    let outcome = tokio::select! {
+        biased;
+        outcome = line.client().custom_raw(command, args) => outcome,
+        // Should the call have come in between the driver's last look and its end.
+        () = line.ended() => return Err(Failure::Unknown("the connection was lost".into())),
+    };
+    outcome
+        .map_err(|problem| match problem.kind() {
+            ErrorKind::Timeout => Failure::Unknown("no reply in time".into()),
+            ErrorKind::Backpressure | ErrorKind::Config | ErrorKind::InvalidArgument => {
+                Failure::NotSent(problem.to_string())
+            }
+            _ => Failure::Unknown(problem.to_string()),
+        })
+        .and_then(read)
+}
+
+/// Watches the connection: its end, calls that distrust it, and its silence while nobody calls. Replaces it.
 async fn keep(shared: Arc<Shared>) {
     let period = shared.settings.command_timeout().max(Duration::from_millis(100));
+    // The connections whose late calls are not ruled out yet.
+    let mut unfenced = Vec::new();
     loop {
+        let Some(line) = shared.line.read().clone() else { return };
         tokio::select! {
             () = shared.mend.notified() => {}
+            () = line.line.ended() => {}
             () = tokio::time::sleep(period) => {
                 let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
                 // What is wrong with the connection is found out by sending; a refusal is an answer, too.
-                let _ = shared.send(ping, Vec::new()).await;
+                let _ = shared.send(&line, ping, Vec::new()).await;
             }
         }
-        let number = shared.line.read().number;
-        let ended = shared.line.read().line.has_ended();
-        if ended || shared.distrusted.load(Ordering::Relaxed) >= number {
-            shared.replace(number);
+        if !line.line.has_ended() && shared.distrusted.load(Ordering::Acquire) < line.number {
+            continue;
         }
+        let number = line.number + 1;
+        // From now on calls are not sent; those under way end with the line.
+        let old = shared.line.write().take();
+        unfenced.extend(line.identity.clone());
+        line.line.end();
+        drop((old, line));
+        let (line, identity) = replacement(&shared.settings, &mut unfenced).await;
+        *shared.line.write() = Some(Arc::new(Numbered { number, line, identity }));
+    }
+}
+
+/// Opens a new connection, and rules out the old ones. Tries for as long as it takes.
+async fn replacement(settings: &Settings, unfenced: &mut Vec<Identity>) -> (Line, Option<Identity>) {
+    let mut pause = Duration::from_millis(5);
+    let mut told = false;
+    loop {
+        match Line::open(settings, Reconnect::Never).await {
+            Ok(line) => {
+                let identity = identify(&line).await;
+                if fence(&line, unfenced).await {
+                    return (line, identity);
+                }
+                // Nothing was asked of it, so nothing of it has to be ruled out.
+            }
+            Err(error) if !told => {
+                told = true;
+                tracing::warn!(%error, "the server cannot be reached; trying again until it can");
+            }
+            Err(_) => {}
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(crate::retry::LONGEST);
+    }
+}
+
+/// Has the server close old connections, so that nothing that was sent on them is run from now on. `false` if that is
+/// not known and has to be tried again.
+async fn fence(line: &Line, unfenced: &mut Vec<Identity>) -> bool {
+    while let Some(old) = unfenced.last() {
+        let kill = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
+        let args = ["KILL", "ID", &old.id, "ADDR", &old.address].map(Value::from).to_vec();
+        match say(line, kill, args).await {
+            Ok(_) => {}
+            Err(failure) if failure.is_passing() => return false,
+            Err(failure) => {
+                tracing::debug!(?failure, "an old connection's late calls cannot be ruled out");
+            }
+        }
+        unfenced.pop();
+    }
+    true
+}
+
+/// Asks the server how it names a connection.
+async fn identify(line: &Line) -> Option<Identity> {
+    let info = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
+    match say(line, info, vec![Value::from_static_str("INFO")]).await {
+        Ok(Reply::Text(info)) => {
+            let info = std::str::from_utf8(&info).ok()?;
+            let field = |name: &str| info.split_whitespace().find_map(|field| field.strip_prefix(name));
+            Some(Identity { id: field("id=")?.to_owned(), address: field("addr=")?.to_owned() })
+        }
+        _ => None,
     }
 }
 

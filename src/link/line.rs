@@ -1,32 +1,44 @@
 //! One connection with the task that drives it.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use fred::clients::Client;
 use fred::error::ErrorKind;
 use fred::interfaces::ClientLike;
 use fred::types::ConnectHandle;
+use tokio::sync::Notify;
+use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 use super::Settings;
+use super::settings::Reconnect;
 use crate::error::{Error, Step};
 
-/// A connection that reconnects by itself for as long as it lives; dropping it ends it.
+/// A connection and its driver; dropping it ends both.
 ///
-/// The client library's own handles do not end their connection when they are dropped, and only the
-/// handle of the driving task tells that a client has ended for good. So both live here.
+/// The client library's own handles do not end their connection when they are dropped, and only the driving task tells
+/// that a client has ended for good: calls that come later would hang. So both live here.
 pub(super) struct Line {
     client: Client,
-    driver: ConnectHandle,
+    driver: AbortHandle,
+    end: Arc<End>,
+}
+
+#[derive(Default)]
+struct End {
+    reached: AtomicBool,
+    notify: Notify,
 }
 
 impl Line {
     /// Connects, and tells why that failed.
-    pub(super) async fn open(settings: &Settings) -> Result<Self, Error> {
-        let client = settings.client(true);
+    pub(super) async fn open(settings: &Settings, reconnect: Reconnect) -> Result<Self, Error> {
+        let client = settings.client(reconnect, true);
         let limit = settings.connect_timeout();
         match timeout(limit, client.init()).await {
-            Ok(Ok(driver)) => Ok(Self { client, driver }),
+            Ok(Ok(driver)) => Ok(Self::new(client, driver)),
             Ok(Err(problem)) if *problem.kind() == ErrorKind::Auth => {
                 Err(Error::Server { lock: None, message: problem.details().to_owned() })
             }
@@ -39,9 +51,22 @@ impl Line {
 
     /// Connects in the background, trying for as long as it lives.
     pub(super) fn reopen(settings: &Settings) -> Self {
-        let client = settings.client(false);
+        let client = settings.client(Reconnect::ByItself, false);
         let driver = client.connect();
-        Self { client, driver }
+        Self::new(client, driver)
+    }
+
+    fn new(client: Client, driver: ConnectHandle) -> Self {
+        let end = Arc::new(End::default());
+        let line = Self { client, driver: driver.abort_handle(), end: Arc::clone(&end) };
+        // Ends with the driver, which ends with the line.
+        tokio::spawn(async move {
+            // However it ended.
+            let _ = driver.await;
+            end.reached.store(true, Ordering::Release);
+            end.notify.notify_waiters();
+        });
+        line
     }
 
     pub(super) fn client(&self) -> &Client {
@@ -50,7 +75,23 @@ impl Line {
 
     /// Whether its driver is gone: then no call through it will ever be answered.
     pub(super) fn has_ended(&self) -> bool {
-        self.driver.is_finished()
+        self.end.reached.load(Ordering::Acquire)
+    }
+
+    /// Resolves when its driver is gone.
+    pub(super) async fn ended(&self) {
+        loop {
+            let notified = self.end.notify.notified();
+            if self.has_ended() {
+                return;
+            }
+            notified.await;
+        }
+    }
+
+    /// Ends it now: calls that are under way fail.
+    pub(super) fn end(&self) {
+        self.driver.abort();
     }
 
     /// Says goodbye to the server, for a short while.

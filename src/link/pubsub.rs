@@ -12,6 +12,7 @@ use tokio::task::JoinHandle;
 
 use super::client::read;
 use super::line::Line;
+use super::settings::Reconnect;
 use super::{Failure, Reply, Settings};
 use crate::error::Error;
 
@@ -59,7 +60,7 @@ pub(crate) struct PubSub {
 
 impl PubSub {
     pub(crate) async fn open(settings: Settings, events: Events) -> Result<Self, Error> {
-        let line = Line::open(&settings).await?;
+        let line = Line::open(&settings, Reconnect::ByItself).await?;
         let epoch = Arc::new(AtomicU64::new(0));
         let forwarder = forward(&line, Arc::clone(&epoch), Arc::clone(&events));
         Ok(Self { settings, line, forwarder, events, epoch, seen: 0, channels: BTreeSet::new(), nonce: 0 })

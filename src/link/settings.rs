@@ -56,9 +56,9 @@ impl Settings {
         self.connect_timeout
     }
 
-    /// A client that is configured for locks, not connected yet. The first one fails fast, so that a wrong
-    /// address is an error at once; one that replaces another tries until it succeeds.
-    pub(super) fn client(&self, fail_fast: bool) -> fred::clients::Client {
+    /// A client that is configured for locks, not connected yet. One that fails fast makes a wrong address an error at
+    /// once; another tries until it succeeds.
+    pub(super) fn client(&self, reconnect: Reconnect, fail_fast: bool) -> fred::clients::Client {
         let config = Config { fail_fast, ..self.config.clone() };
         let connection = ConnectionConfig {
             connection_timeout: self.connect_timeout,
@@ -76,9 +76,21 @@ impl Settings {
             broadcast_channel_capacity: 16_384,
             ..Default::default()
         };
-        let policy = ReconnectPolicy::new_exponential(0, 5, 250, 2);
-        fred::clients::Client::new(config, Some(performance), Some(connection), Some(policy))
+        let policy = match reconnect {
+            Reconnect::ByItself => Some(ReconnectPolicy::new_exponential(0, 5, 250, 2)),
+            Reconnect::Never => None,
+        };
+        fred::clients::Client::new(config, Some(performance), Some(connection), policy)
     }
+}
+
+/// What a client does when its connection is lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reconnect {
+    /// It connects again, and goes on trying.
+    ByItself,
+    /// It ends: what was sent on the old connection has to be ruled out before anything is sent on a new one.
+    Never,
 }
 
 impl fmt::Debug for Settings {
