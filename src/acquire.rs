@@ -11,7 +11,7 @@ use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
 use crate::holder::TaskId;
 use crate::holds::EntryRef;
-use crate::lease::{Lease, Mode};
+use crate::lease::{Lease, Mode, Proof};
 use crate::link::Failure;
 use crate::locks::{Acquired, Ident, Kind};
 use crate::release::{Handoff, Hold, settle};
@@ -269,7 +269,6 @@ fn granted(
     sent: Instant,
     time: LeaseTime,
 ) -> Result<Attempt, Error> {
-    let proved_until = sent + time.provable();
     let id = core.holds.fresh_id();
     // The record may have run out while the reply was under way: then the older guards are lost.
     let live = live.filter(|lease| lease.live_count().is_some());
@@ -279,7 +278,7 @@ fn granted(
         let base = if entry.ident.holder.is_private() { 0 } else { count - 1 };
         Arc::new(Lease::new(Arc::clone(&entry.ident), entry.kind, base))
     });
-    lease.grant(id, mode, count, proved_until);
+    lease.grant(id, mode, count, Proof { sent, lease: time });
     if is_new {
         entry.set_lease(Some(Arc::clone(&lease)));
         core.holds.insert(&lease);

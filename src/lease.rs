@@ -46,6 +46,8 @@ struct State {
     base: i64,
     /// Until when the server cannot have let the lock expire, by our clock.
     proved_until: Instant,
+    /// When the last confirmed script's lease is over, with no margin.
+    ends: Instant,
     lost: Option<LostReason>,
     renewing: bool,
     /// Whether somebody sees to it that a lost lease leaves nothing on the server.
@@ -59,6 +61,13 @@ struct Held {
     task: TaskId,
     /// Keeps the entry of a hold that no guard stands for.
     forgotten: Option<EntryRef>,
+}
+
+/// A script that the server confirmed: when it was sent, and the lease that it set at least.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Proof {
+    pub(crate) sent: Instant,
+    pub(crate) lease: LeaseTime,
 }
 
 /// What a release has to do.
@@ -93,6 +102,7 @@ impl Lease {
                 count: base,
                 base,
                 proved_until: Instant::now(),
+                ends: Instant::now(),
                 lost: None,
                 renewing: false,
                 cleaned: false,
@@ -104,11 +114,11 @@ impl Lease {
     }
 
     /// Records a hold that the server granted, which left `count` there.
-    pub(crate) fn grant(&self, id: u64, mode: Mode, count: i64, proved_until: Instant) {
+    pub(crate) fn grant(&self, id: u64, mode: Mode, count: i64, proof: Proof) {
         let mut state = self.state.lock();
         state.holds.push(Held { id, mode, task: TaskId::current(), forgotten: None });
         state.count = count;
-        state.proved_until = state.proved_until.max(proved_until);
+        state.extend(proof);
     }
 
     /// The hold count on the server, while the lease is alive and held.
@@ -187,12 +197,14 @@ impl Lease {
     }
 
     /// Records what a release or a renewal left on the server.
-    pub(crate) fn confirmed(&self, count: Option<i64>, proved_until: Instant) {
+    pub(crate) fn confirmed(&self, count: Option<i64>, proof: Option<Proof>) {
         let mut state = self.state.lock();
         if let Some(count) = count {
             state.count = count;
         }
-        state.proved_until = state.proved_until.max(proved_until);
+        if let Some(proof) = proof {
+            state.extend(proof);
+        }
     }
 
     /// Whether a task took a hold of it.
@@ -241,11 +253,7 @@ impl Lease {
         let upkeep = {
             let mut state = self.state.lock();
             if let Some(reason) = state.check() {
-                let clean = !std::mem::replace(&mut state.cleaned, true);
-                Upkeep::Lost {
-                    reason,
-                    clean: clean && reason != LostReason::Gone && reason != LostReason::ForceUnlocked,
-                }
+                Upkeep::Lost { reason, clean: state.claim_cleaning() }
             } else if state.holds.is_empty() {
                 Upkeep::None
             } else if state.renewing || !state.renews() {
@@ -266,6 +274,12 @@ impl Lease {
     /// Whether the caller has to see to it that a lost lease leaves nothing behind; answers yes once.
     pub(crate) fn claim_cleaning(&self) -> bool {
         self.state.lock().claim_cleaning()
+    }
+
+    /// When a lost lease has to be looked at once more, because its holders still have time to go.
+    pub(crate) fn cleaning_due(&self) -> Option<Instant> {
+        let state = self.state.lock();
+        (state.lost == Some(LostReason::Expired) && !state.cleaned).then_some(state.ends)
     }
 
     /// Says that a renewal is over, so that the next may begin.
@@ -290,9 +304,15 @@ impl State {
         self.lost
     }
 
+    fn extend(&mut self, Proof { sent, lease }: Proof) {
+        self.proved_until = self.proved_until.max(sent + lease.provable());
+        self.ends = self.ends.max(sent + lease.duration());
+    }
+
     fn claim_cleaning(&mut self) -> bool {
         let due = match self.lost {
-            Some(LostReason::Expired) => true,
+            // The margin is its holders': they were told, and may still be on their way out.
+            Some(LostReason::Expired) => self.holds.is_empty() || Instant::now() >= self.ends,
             // The code of other holds may still run: the last one says yes.
             Some(LostReason::Shutdown) => self.holds.is_empty(),
             // Nothing of it is there.

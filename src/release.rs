@@ -16,7 +16,7 @@ use crate::config::LeaseTime;
 use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
 use crate::holds::EntryRef;
-use crate::lease::{Lease, Mode};
+use crate::lease::{Lease, Mode, Proof};
 use crate::link::Failure;
 use crate::locks::Released;
 use crate::retry::Patience;
@@ -269,7 +269,7 @@ async fn release(
             }
         }
         Ok(Told { released: Released::Left, sent, .. }) => {
-            lease.confirmed(Some(leaving.leave), sent + time.provable());
+            lease.confirmed(Some(leaving.leave), Some(Proof { sent, lease: time }));
             if !last {
                 crate::renewal::plan(&core, &lease, sent);
             }
@@ -278,7 +278,7 @@ async fn release(
         Ok(Told { released: Released::Below(0), repeated: true, .. }) if leaving.leave == 0 => {}
         Ok(Told { released: Released::Below(0), .. }) => return Err(gone(LostReason::Gone)),
         Ok(Told { released: Released::Below(count), .. }) => {
-            lease.confirmed(Some(count), Instant::now());
+            lease.confirmed(Some(count), None);
         }
         Err(Failure::Server(message)) if message.starts_with("WRONGTYPE") => return Err(gone(LostReason::Gone)),
         Err(failure @ Failure::Unknown(_)) => return Err(ident.unknown(failure, Step::Release)),

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::core::Core;
 use crate::error::LostReason;
 use crate::holds::Holds;
-use crate::lease::{Lease, Upkeep};
+use crate::lease::{Lease, Proof, Upkeep};
 use crate::locks::{Kind, Renewed};
 
 /// Sets a lease's next look after a confirmed script that was sent at `sent`.
@@ -113,7 +113,7 @@ async fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>) {
         lease.renewal_over();
         match answer {
             Renewed::Yes => {
-                lease.confirmed(None, sent + time.provable());
+                lease.confirmed(None, Some(Proof { sent, lease: time }));
                 if lease.live_count().is_some() {
                     plan(&core, lease, sent);
                 }
@@ -155,5 +155,7 @@ pub(crate) fn tell_lost(core: &Arc<Core>, lease: &Arc<Lease>, reason: LostReason
             let turn = Arc::clone(&entry.turn).lock_owned().await;
             crate::release::clean_up(&worker, &entry, &lease, turn);
         });
+    } else if let Some(at) = lease.cleaning_due() {
+        core.holds.schedule(lease, at);
     }
 }

@@ -1,7 +1,7 @@
 //! Side by side with real Java Redisson: each scenario in both directions, and byte for byte.
 //!
-//! Runs with the newest version; `REDISSON_VERSIONS="4.7.0 3.8.1"`, or `all`, says otherwise. With at least three versions
-//! a fleet of three runs too. Without Java or Maven it says so and passes, unless `CI=true`.
+//! Runs with the newest version; `REDISSON_VERSIONS="4.7.0 3.8.1"`, or `all`, says otherwise. With at least three
+//! versions a fleet of three runs too. Without Java or Maven it says so and passes, unless `CI=true`.
 
 #[path = "interop/counter.rs"]
 mod counter;

@@ -322,13 +322,13 @@ async fn what_was_lost_is_taken_off_the_server_when_it_is_back() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
-    let client = watchdog(6_000).command_timeout(ms(300)).connect(&proxy.url()).await.unwrap();
+    let client = watchdog(6_000).command_timeout(ms(2_500)).connect(&proxy.url()).await.unwrap();
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
     // Renewals get through, and their replies do not: the server has the lock when we cannot know that.
     proxy.set(Way::Replies, Flow::Hold);
     assert_eq!(timeout(SOON, guard.lost()).await, Ok(LostReason::Expired));
-    assert!(pttl(&mut redis, &name) > 0);
+    assert!(pttl(&mut redis, &name) > 1_000, "the renewal did not get through");
     proxy.set(Way::Both, Flow::Pass);
     wait_until("it is given back", SOON, || pttl(&mut redis, &name) == -2);
     assert_eq!(expired(&mut redis), 0, "it ran out instead");
@@ -399,4 +399,32 @@ async fn worker_process() {
         .await;
     let Err(error): Result<(), Error> = outcome else { return };
     redis::cmd("SET").arg(process::setting("DONE")).arg(error.to_string()).exec_async(&mut redis).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_margin_between_the_loss_and_the_end_of_the_lease_is_the_holders() {
+    let server = Server::start();
+    let client = watchdog(3_000).connect(&server.url()).await.unwrap();
+    let name = unique("stock");
+    let guard = client.lock(&name).lock().lease(ms(4_000)).await.unwrap();
+    let begun = Instant::now();
+    let mut redis = server.connection();
+    assert_eq!(timeout(SOON, guard.lost()).await, Ok(LostReason::Expired));
+    // The guard is still there, so its code may be as well: nobody gets in before the lease itself is over.
+    loop {
+        let left = pttl(&mut redis, &name);
+        // Looked at afterwards, so that a stall of this process proves nothing.
+        if begun.elapsed() > ms(3_900) {
+            break;
+        }
+        assert!(left > 0, "free after {:?}", begun.elapsed());
+        sleep(ms(5)).await;
+    }
+    wait_until("the lease is over", SOON, || pttl(&mut redis, &name) == -2);
+
+    // Without a guard nobody needs the margin.
+    let guard = client.lock(&name).lock().lease(ms(4_000)).await.unwrap();
+    assert_eq!(timeout(SOON, guard.lost()).await, Ok(LostReason::Expired));
+    drop(guard);
+    wait_until("it is given back", SOON, || pttl(&mut redis, &name) == -2);
 }

@@ -1,6 +1,6 @@
 //! Byte for byte: one sequence of calls is made with Redisson on one empty server and with ours on another. After
-//! each call all that is left in the server, all that was published and all that is listened for is written down, and the
-//! two records are compared.
+//! each call all that is left in the server, all that was published and all that is listened for is written down, and
+//! the two records are compared.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -165,24 +165,25 @@ impl Note {
     pub fn text(self) -> &'static str {
         match self {
             Self::SilentUnlock => {
-                "Redisson's `unlock()` of a lock that nobody holds reports success and publishes a release. Later versions \
-                 throw `IllegalMonitorStateException`; here it is `Error::NotHeld`. The message costs a waiter one question."
+                "Redisson's `unlock()` of a lock that nobody holds reports success and publishes a release. Later \
+                 versions throw `IllegalMonitorStateException`; here it is `Error::NotHeld`. The message costs a waiter \
+                 one question."
             }
             Self::InterruptedLock => {
-                "An interrupted `lock()` of Redisson returns as if it had the lock. It has not: the holder keeps it, and the \
-                 Java code goes on without protection."
+                "An interrupted `lock()` of Redisson returns as if it had the lock. It has not: the holder keeps it, \
+                 and the Java code goes on without protection."
             }
             Self::ShorterReentry => {
-                "`lock()` and then `lock(1 s)` by one Java thread sets the expiry to 1 s, and both holds end with it: then \
-                 anybody can have the lock, as the server says. A holder of ours keeps the longer expiry."
+                "`lock()` and then `lock(1 s)` by one Java thread sets the expiry to 1 s, and both holds end with it: \
+                 then anybody can have the lock, as the server says. A holder of ours keeps the longer expiry."
             }
             Self::PartialRelease => {
                 "An unlock that leaves holds sets the expiry to Redisson's watchdog timeout (from 60 s to 30 s in this \
                  sequence). Ours never shortens it. All else is the same, byte for byte."
             }
             Self::UnlockLatch => {
-                "After an unlock there may still be `redisson_unlock_latch:{NAME}:REQUEST`, a key that only the Redisson client \
-                 reads that made it; up to 3.52.0 at times until it expires."
+                "After an unlock there may still be `redisson_unlock_latch:{NAME}:REQUEST`, a key that only the \
+                 Redisson client reads that made it; up to 3.52.0 at times until it expires."
             }
         }
     }
