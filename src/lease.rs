@@ -230,9 +230,14 @@ impl Lease {
         drop(kept);
     }
 
-    /// The newest hold that no guard stands for.
-    pub(crate) fn newest_forgotten(&self) -> Option<u64> {
-        self.state.lock().holds.iter().rev().find(|hold| hold.forgotten.is_some()).map(|hold| hold.id)
+    /// Takes the newest hold that no guard stands for, so that nobody else can: it belongs to the caller, who releases it.
+    pub(crate) fn claim_forgotten(&self) -> Option<u64> {
+        let mut state = self.state.lock();
+        let hold = state.holds.iter_mut().rev().find(|hold| hold.forgotten.is_some())?;
+        let (id, kept) = (hold.id, hold.forgotten.take());
+        drop(state);
+        drop(kept);
+        Some(id)
     }
 
     /// What was on the server before us.

@@ -710,3 +710,28 @@ async fn the_shortest_lease_is_lost_and_leaves_nothing() {
     let guard = tokio::time::timeout(LIMIT, bench.lock.lock()).await.expect("it is free").unwrap();
     guard.unlock().await.unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn forgotten_holds_that_are_unlocked_at_once_are_each_given_back() {
+    const HOLDS: usize = 8;
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("forgotten"));
+    Holder::scope(async {
+        for _ in 0..HOLDS {
+            lock.lock().await.unwrap().forget();
+        }
+        let unlocks: Vec<_> = (0..HOLDS)
+            .map(|_| {
+                let lock = lock.clone();
+                tokio::spawn(async move { lock.unlock().await }.in_current_holder())
+            })
+            .collect();
+        for unlock in unlocks {
+            unlock.await.unwrap().unwrap();
+        }
+        assert!(matches!(lock.unlock().await, Err(Error::NotHeld { .. })));
+    })
+    .await;
+    assert!(!lock.is_locked().await.unwrap());
+}

@@ -122,7 +122,7 @@ impl ReentrantLock {
         let Some(lease) = entry.latest() else {
             return self.unlock_unrecorded(&ident).await;
         };
-        match lease.newest_forgotten() {
+        match lease.claim_forgotten() {
             Some(id) => release::give_back(&self.core, entry, lease, id).await,
             None if lease.base() > 0 => self.unlock_unrecorded(&ident).await,
             None => match lease.lost() {
