@@ -163,7 +163,9 @@ impl Holds {
     /// When the scheduler has to look next.
     pub(crate) fn next_look(&self) -> Option<Instant> {
         let mut schedule = self.schedule.lock();
-        schedule.next_look = schedule.queue.first_key_value().map(|((at, _), _)| *at);
+        let earliest = schedule.queue.first_key_value().map(|((at, _), _)| *at);
+        // With nothing to look at an old look stays: locks that come and go do not wake the scheduler each time.
+        schedule.next_look = earliest.or_else(|| schedule.next_look.filter(|look| *look > Instant::now()));
         schedule.next_look
     }
 }

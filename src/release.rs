@@ -123,16 +123,12 @@ pub(crate) struct Handoff<T: Send + 'static> {
     future: Option<BoxFuture<'static, T>>,
     background: Background,
     begun: bool,
+    _busy: Busy,
 }
 
 impl<T: Send + 'static> Handoff<T> {
     pub(crate) fn new(background: &Background, future: impl Future<Output = T> + Send + 'static) -> Self {
-        let busy = background.busy();
-        let future = async move {
-            let _busy = busy;
-            future.await
-        };
-        Self { future: Some(future.boxed()), background: background.clone(), begun: false }
+        Self { future: Some(future.boxed()), background: background.clone(), begun: false, _busy: background.busy() }
     }
 }
 

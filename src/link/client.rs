@@ -8,6 +8,7 @@ use bytes::Bytes;
 use fred::error::ErrorKind;
 use fred::interfaces::ClientLike;
 use fred::types::{ClusterHash, CustomCommand, Resp3Frame, Value};
+use futures::FutureExt;
 use parking_lot::RwLock;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -191,9 +192,11 @@ impl Shared {
 
 /// Makes a call on a line.
 async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
+    // Boxed, because it is large and every future around it would carry it along.
+    let call = line.client().custom_raw(command, args).boxed();
     let outcome = tokio::select! {
         biased;
-        outcome = line.client().custom_raw(command, args) => outcome,
+        outcome = call => outcome,
         // Should the call have come in between the driver's last look and its end.
         () = line.ended() => return Err(Failure::Unknown("the connection was lost".into())),
     };
