@@ -124,7 +124,11 @@ impl Waiter {
                 return Ok(false);
             }
             let recheck = spread(self.core.config.recheck_interval);
-            let place = self.place.get_or_insert_with(|| self.core.wakeups.join(&self.entry.ident));
+            let Some(place) = &self.place else {
+                self.place = Some(self.core.wakeups.join(&self.entry.ident));
+                // Look again: a grant to the holder that came before the place was taken has notified nobody.
+                continue;
+            };
             let until = match place.turn(recheck) {
                 Turn::Try => return Ok(true),
                 Turn::Closed => return Err(Error::Closed),
@@ -179,7 +183,8 @@ fn warn_of_self(core: &Core, ident: &Ident) {
             held_by = %lease.ident.owner(),
             wanted_by = %ident.owner(),
             "a task waits for a lock that it holds itself, under another holder: run the nested code in the holder's \
-             scope (lock.run(..), guard.run(..), Holder::scope(..)), or build the client with HolderPolicy::PerTask",
+             scope (lock.run(..), guard.run(..), Holder::scope(..)), or build the client with HolderPolicy::PerTask; if these \
+             are branches of one join! that take turns, all is well",
         );
     }
 }
@@ -210,6 +215,8 @@ async fn attempt(
         None => 0,
     };
     let mut target = next(ident, before)?;
+    // What is to be left should the outcome stay unknown: what we know to be held besides.
+    let mut leave = before;
     let mut unknown = false;
     // Each correction takes in what the server says; more than a few mean that somebody else moves the count.
     let mut corrections = 0;
@@ -229,9 +236,9 @@ async fn attempt(
                 if found == 0 {
                     // Our record says that we hold it, the server that we do not.
                     lose(&core, live.take());
-                    (before, target) = (0, 1);
+                    (before, target, leave) = (0, 1, 0);
                 } else if !ident.holder.is_private() {
-                    (before, target) = (found, next(ident, found)?);
+                    (before, target, leave) = (found, next(ident, found)?, found);
                 } else {
                     // Nobody else can be this holder, so the record is right, and what is too much came from a
                     // script of ours whose outcome was never known: the target goes over it.
@@ -253,7 +260,6 @@ async fn attempt(
     if !unknown {
         return Err(ident.refused(failure));
     }
-    let leave = record.unwrap_or(before);
     let error = ident.unknown(failure, Step::Acquire);
     settle(&core, entry.clone(), leave, time, turn);
     Err(error)

@@ -240,6 +240,11 @@ impl Lease {
         Some(id)
     }
 
+    /// How many holds are recorded.
+    pub(crate) fn held(&self) -> i64 {
+        self.state.lock().holds.len() as i64
+    }
+
     /// What was on the server before us.
     pub(crate) fn base(&self) -> i64 {
         self.state.lock().base
@@ -319,9 +324,10 @@ impl State {
             // The margin is its holders': they were told, and may still be on their way out.
             Some(LostReason::Expired) => self.holds.is_empty() || Instant::now() >= self.ends,
             // The code of other holds may still run: the last one says yes.
-            Some(LostReason::Shutdown) => self.holds.is_empty(),
+            // A force unlock may have failed after its holders were told.
+            Some(LostReason::Shutdown | LostReason::ForceUnlocked) => self.holds.is_empty(),
             // Nothing of it is there.
-            Some(LostReason::Gone | LostReason::ForceUnlocked) | None => false,
+            Some(LostReason::Gone) | None => false,
         };
         due && !std::mem::replace(&mut self.cleaned, true)
     }

@@ -15,7 +15,7 @@ pub(crate) use client::Link;
 pub(crate) use pubsub::{Event, PubSub, Subscribed};
 pub(crate) use settings::Settings;
 
-/// One command or script for the server.
+/// One call of a script.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) what: What,
@@ -23,20 +23,13 @@ pub(crate) struct Call {
     pub(crate) args: Vec<Bytes>,
 }
 
-impl Call {
-    /// A plain command on one key.
-    pub(crate) fn command(name: &'static str, key: Bytes, args: Vec<Bytes>) -> Self {
-        Self { what: What::Command(name), keys: vec![key], args }
-    }
-}
-
-/// What is to be run.
+/// A script: called by its SHA-1, by its text where the server does not know it (any more).
+///
+/// There is nothing but scripts: only their replies prove whose they are.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum What {
-    /// A script: called by its SHA-1, by its text where the server does not know it (any more).
-    Script { sha1: &'static str, text: &'static str },
-    /// A plain command.
-    Command(&'static str),
+pub(crate) struct What {
+    pub(crate) sha1: &'static str,
+    pub(crate) text: &'static str,
 }
 
 /// A reply, free of any client library's types.

@@ -132,6 +132,14 @@ impl<T: Send + 'static> Handoff<T> {
     }
 }
 
+impl<T: Send + 'static> Handoff<T> {
+    /// To be finished even if it is never polled.
+    pub(crate) fn begun(mut self) -> Self {
+        self.begun = true;
+        self
+    }
+}
+
 impl<T: Send + 'static> Future for Handoff<T> {
     type Output = T;
 
@@ -212,7 +220,8 @@ impl Drop for Hold {
 pub(crate) async fn give_back(core: &Arc<Core>, entry: EntryRef, lease: Arc<Lease>, id: u64) -> Result<(), Error> {
     let ident = Arc::clone(&entry.ident);
     let turn = Arc::clone(&entry.turn).lock_owned();
-    let release = Handoff::new(&core.background, release(Arc::clone(core), entry, lease, id, turn));
+    // Its guard is gone, so whatever happens here it has to be finished.
+    let release = Handoff::new(&core.background, release(Arc::clone(core), entry, lease, id, turn)).begun();
     let patience = core.config.patience();
     match tokio::time::timeout(patience, release).await {
         Ok(outcome) => outcome,
@@ -366,7 +375,9 @@ pub(crate) async fn give_back_unrecorded(core: &Core, entry: EntryRef) -> Result
             Err(failure) => return Err(failure),
         }
     };
-    if count < 1 {
+    // What guards stand for, and what is about to be given back elsewhere, is not there to be taken.
+    let recorded = entry.live().map_or(0, |live| live.held());
+    if count <= recorded {
         return Ok(false);
     }
     let moot = Instant::now() + lease.duration();

@@ -44,8 +44,8 @@ impl Seen {
         let commands = info.lines().filter_map(|line| {
             let (command, rest) = line.strip_prefix("cmdstat_")?.split_once(':')?;
             let counts = rest.split(',').filter(|pair| pair.contains("calls")).collect::<Vec<_>>().join(",");
-            // The observer's own.
-            (!["info", "client|list"].contains(&command)).then(|| (command.to_owned(), counts))
+            // The observer's own (Redis before 7.0 does not tell the subcommands of CLIENT apart).
+            (!["info", "client|list", "client"].contains(&command)).then(|| (command.to_owned(), counts))
         });
         let commands = commands.collect();
         let list: String = cmd("CLIENT").arg("LIST").query(observer).unwrap();

@@ -586,7 +586,7 @@ fn user(bench: &mut Bench, rules: &[&str]) -> Connection {
 #[test]
 fn a_publish_that_is_refused_does_not_keep_the_lock() {
     let mut bench = Bench::new();
-    for rules in [["resetchannels", "&other"], ["-publish", "-spublish"]] {
+    for rules in [["resetchannels", "&other"], ["-publish", "-pubsub"]] {
         let mut user = user(&mut bench, &rules);
         let name = &unique("acl");
         let channel = &channel(name);

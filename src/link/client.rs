@@ -7,6 +7,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use fred::error::ErrorKind;
 use fred::interfaces::ClientLike;
+use fred::types::config::Options;
 use fred::types::{ClusterHash, CustomCommand, Resp3Frame, Value};
 use futures::FutureExt;
 use parking_lot::RwLock;
@@ -16,7 +17,7 @@ use tokio::task::JoinHandle;
 use super::line::Line;
 use super::settings::Reconnect;
 use super::{Call, Failure, Reply, Settings, What};
-use crate::error::Error;
+use crate::error::{Error, Step};
 
 /// The connection for calls, replaced when it is lost or cannot be trusted any more.
 ///
@@ -61,16 +62,16 @@ impl Link {
     /// Connects, and loads the scripts given so that calling them by their SHA-1 works at once.
     pub(crate) async fn connect(settings: Settings, scripts: &[What]) -> Result<Self, Error> {
         let line = Line::open(&settings, Reconnect::Never).await?;
-        let identity = identify(&line).await;
+        let identity = identify(&line, &settings)
+            .await
+            .map_err(|_| Error::Timeout { step: Step::Connect, after: settings.connect_timeout() })?;
         for script in scripts {
-            if let What::Script { text, .. } = script {
-                let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
-                let args = vec![Value::from_static_str("LOAD"), Value::from_static_str(text)];
-                if let Err(failure) = say(&line, load, args).await {
-                    // Not needed for being right: a script that the server does not know is sent whole.
-                    tracing::debug!(?failure, "scripts could not be loaded in advance");
-                    break;
-                }
+            let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
+            let args = vec![Value::from_static_str("LOAD"), Value::from_static_str(script.text)];
+            if let Err(failure) = say(&line, load, args).await {
+                // Not needed for being right: a script that the server does not know is sent whole.
+                tracing::debug!(?failure, "scripts could not be loaded in advance");
+                break;
             }
         }
         let shared = Arc::new(Shared {
@@ -88,16 +89,7 @@ impl Link {
     /// Makes a call. It is on its way when the future is first polled; dropping the future does not recall it.
     pub(crate) fn call(&self, call: Call) -> impl Future<Output = Result<Reply, Failure>> + Send + use<> {
         let shared = Arc::clone(&self.shared);
-        async move {
-            match call.what {
-                What::Script { sha1, text } => shared.script(sha1, text, call.keys, call.args).await,
-                What::Command(name) => {
-                    let args = call.keys.into_iter().chain(call.args).map(Value::Bytes).collect();
-                    let line = shared.line()?;
-                    shared.send(&line, CustomCommand::new_static(name, ClusterHash::FirstKey, false), args).await
-                }
-            }
-        }
+        async move { shared.script(call).await }
     }
 
     /// Whether it was closed on purpose.
@@ -126,13 +118,7 @@ impl Drop for Link {
 
 impl Shared {
     /// Runs a script, and proves that the reply is its own.
-    async fn script(
-        &self,
-        sha1: &'static str,
-        text: &'static str,
-        keys: Vec<Bytes>,
-        args: Vec<Bytes>,
-    ) -> Result<Reply, Failure> {
+    async fn script(&self, Call { what: What { sha1, text }, keys, args }: Call) -> Result<Reply, Failure> {
         let ticket = Bytes::from(self.tickets.fetch_add(1, Ordering::Relaxed).to_string());
         let arguments = |first: &'static str| {
             let mut all = Vec::with_capacity(keys.len() + args.len() + 3);
@@ -248,11 +234,12 @@ async fn replacement(settings: &Settings, unfenced: &mut Vec<Identity>) -> (Line
     loop {
         match Line::open(settings, Reconnect::Never).await {
             Ok(line) => {
-                let identity = identify(&line).await;
-                if fence(&line, unfenced).await {
-                    return (line, identity);
+                // One that fails here was asked nothing, so nothing of it has to be ruled out.
+                if let Ok(identity) = identify(&line, settings).await {
+                    if fence(&line, unfenced).await {
+                        return (line, identity);
+                    }
                 }
-                // Nothing was asked of it, so nothing of it has to be ruled out.
             }
             Err(error) if !told => {
                 told = true;
@@ -283,16 +270,24 @@ async fn fence(line: &Line, unfenced: &mut Vec<Identity>) -> bool {
     true
 }
 
-/// Asks the server how it names a connection.
-async fn identify(line: &Line) -> Option<Identity> {
+/// Asks the server how it names a connection; `None` if it will not say (ACL, Redis before 6.2).
+///
+/// A part of connecting, so it has as long as that.
+async fn identify(line: &Line, settings: &Settings) -> Result<Option<Identity>, Failure> {
     let info = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
-    match say(line, info, vec![Value::from_static_str("INFO")]).await {
-        Ok(Reply::Text(info)) => {
-            let info = std::str::from_utf8(&info).ok()?;
+    let options = Options { timeout: Some(settings.connect_timeout()), ..Default::default() };
+    let patient = line.client().with_options(&options);
+    match patient.custom_raw(info, vec![Value::from_static_str("INFO")]).await.map(read) {
+        Ok(Ok(Reply::Text(info))) => {
+            let info = String::from_utf8_lossy(&info);
             let field = |name: &str| info.split_whitespace().find_map(|field| field.strip_prefix(name));
-            Some(Identity { id: field("id=")?.to_owned(), address: field("addr=")?.to_owned() })
+            Ok(field("id=")
+                .zip(field("addr="))
+                .map(|(id, address)| Identity { id: id.into(), address: address.into() }))
         }
-        _ => None,
+        Ok(Err(Failure::Server(_))) => Ok(None),
+        Ok(Ok(_) | Err(_)) => Err(Failure::Unknown("the answer to CLIENT INFO is none".into())),
+        Err(problem) => Err(Failure::Unknown(problem.to_string())),
     }
 }
 

@@ -39,11 +39,11 @@ impl Line {
         let limit = settings.connect_timeout();
         match timeout(limit, client.init()).await {
             Ok(Ok(driver)) => Ok(Self::new(client, driver)),
-            Ok(Err(problem)) if *problem.kind() == ErrorKind::Auth => {
+            Ok(Err(problem)) if *problem.kind() == ErrorKind::Auth || problem.details().starts_with("ERR ") => {
                 Err(Error::Server { lock: None, message: problem.details().to_owned() })
             }
             Ok(Err(problem)) if *problem.kind() != ErrorKind::Timeout => {
-                Err(Error::Connection { detail: problem.to_string() })
+                Err(Error::Connection { detail: format!("{}: {}", settings.address(), plain(problem.details())) })
             }
             Ok(Err(_)) | Err(_) => Err(Error::Timeout { step: Step::Connect, after: limit }),
         }
@@ -99,6 +99,11 @@ impl Line {
         // A server that does not answer is left without ceremony: dropping the line closes it.
         let _ = timeout(Duration::from_millis(500), self.client.quit()).await;
     }
+}
+
+/// The message alone of an I/O error that the client library has written as a structure.
+fn plain(details: &str) -> &str {
+    details.split("message: \"").nth(1).and_then(|rest| rest.split('"').next()).unwrap_or(details)
 }
 
 impl Drop for Line {

@@ -73,8 +73,9 @@ impl PubSub {
             return Subscribed::Yes;
         }
         let before = self.channels.len();
+        // After an unknown outcome the connection goes: it may be subscribed to what nobody would unsubscribe.
         if self.line.client().subscribe(text(channel)).await.is_err() {
-            self.mend_if_ended();
+            self.reopen();
             return Subscribed::Unknown;
         }
         let mut count = self.count().await;
@@ -86,6 +87,7 @@ impl PubSub {
             count = self.count().await;
         }
         if self.epoch.load(Ordering::Acquire) != self.seen {
+            self.reopen();
             return Subscribed::Unknown;
         }
         match count {
@@ -111,7 +113,7 @@ impl PubSub {
     pub(crate) async fn unsubscribe(&mut self, channel: &Bytes) {
         self.notice_interruption();
         if self.channels.remove(channel) && self.line.client().unsubscribe(text(channel)).await.is_err() {
-            self.mend_if_ended();
+            self.reopen();
         }
     }
 
@@ -133,12 +135,6 @@ impl PubSub {
         if epoch != self.seen {
             self.seen = epoch;
             self.channels.clear();
-        }
-    }
-
-    fn mend_if_ended(&mut self) {
-        if self.line.has_ended() {
-            self.reopen();
         }
     }
 

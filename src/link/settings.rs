@@ -52,6 +52,12 @@ impl Settings {
         self.command_timeout
     }
 
+    /// Host and port, for people.
+    pub(super) fn address(&self) -> String {
+        let hosts = self.config.server.hosts();
+        hosts.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+    }
+
     pub(super) fn connect_timeout(&self) -> Duration {
         self.connect_timeout
     }

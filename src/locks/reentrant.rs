@@ -15,7 +15,7 @@ use crate::holder::Holder;
 use crate::keys::Keys;
 use crate::link::{Call, Failure, Reply};
 use crate::release;
-use crate::script::catalog::{ACQUIRE, COUNT, FORCE_UNLOCK, RELEASE, RENEW};
+use crate::script::catalog::{ACQUIRE, COUNT, FORCE_UNLOCK, INSPECT, RELEASE, RENEW};
 use crate::script::{Answer, REFUSED, answer, answers};
 
 /// A reentrant lock that all clients of one server share, Java services with Redisson's `RLock` included.
@@ -146,7 +146,7 @@ impl ReentrantLock {
     /// # Cancel safety
     /// It changes nothing, so it may be dropped at any time. So may all questions below.
     pub async fn is_locked(&self) -> Result<bool, Error> {
-        Ok(self.inspect("EXISTS", vec![]).await?.as_int() == Some(1))
+        Ok(self.inspect().await?.pttl != NO_KEY)
     }
 
     /// Whether the current holder holds the lock, by the server's word. `false` where there is no current holder.
@@ -164,11 +164,9 @@ impl ReentrantLock {
     pub async fn hold_count(&self) -> Result<u64, Error> {
         let keys = self.keys.clone()?;
         let Some(holder) = self.holder() else { return Ok(0) };
-        let owner = self.core.ident(&keys, holder).owner.clone();
-        match self.inspect("HGET", vec![owner]).await? {
-            Reply::Nil => Ok(0),
-            count => number(&count, &keys),
-        }
+        let owner = self.core.ident(&keys, holder).owner();
+        let holders = self.inspect().await?.holders(&keys)?;
+        Ok(holders.into_iter().find(|holding| holding.owner == owner).map_or(0, |holding| holding.count))
     }
 
     /// What the lock's lease has left, by the server's word: `None` if it is not locked.
@@ -178,10 +176,9 @@ impl ReentrantLock {
     /// # Errors
     /// As [`ReentrantLock::is_locked`].
     pub async fn remaining_ttl(&self) -> Result<Option<Duration>, Error> {
-        Ok(match self.inspect("PTTL", vec![]).await?.as_int() {
-            Some(millis @ 0..) => Some(Duration::from_millis(millis.unsigned_abs())),
-            Some(-1) => Some(Duration::MAX),
-            _ => None,
+        Ok(match self.inspect().await?.pttl {
+            NO_KEY => None,
+            millis => Some(u64::try_from(millis).map_or(Duration::MAX, Duration::from_millis)),
         })
     }
 
@@ -191,17 +188,7 @@ impl ReentrantLock {
     /// As [`ReentrantLock::is_locked`]; [`Error::Server`] also where a count is no number.
     pub async fn holders(&self) -> Result<Vec<Holding>, Error> {
         let keys = self.keys.clone()?;
-        let Reply::List(fields) = self.inspect("HGETALL", vec![]).await? else { return Ok(Vec::new()) };
-        fields
-            .chunks_exact(2)
-            .map(|pair| {
-                let owner = match &pair[0] {
-                    Reply::Text(text) => String::from_utf8_lossy(text).into_owned(),
-                    other => format!("{other:?}"),
-                };
-                Ok(Holding { owner, count: number(&pair[1], &keys)? })
-            })
-            .collect()
+        self.inspect().await?.holders(&keys)
     }
 
     /// Frees the lock, whoever holds it, and wakes its waiters; `true` if it was held.
@@ -275,9 +262,52 @@ impl ReentrantLock {
         }
     }
 
-    async fn inspect(&self, command: &'static str, args: Vec<Bytes>) -> Result<Reply, Error> {
+    async fn inspect(&self) -> Result<Inspected, Error> {
         let keys = self.keys.as_ref().map_err(Clone::clone)?;
-        self.core.ask(Call::command(command, keys.name.clone(), args), &keys.display(), Step::Inspect).await
+        let call = INSPECT.batch(1).row(keys.name.clone(), []).call();
+        let reply = self.core.ask(call, &keys.display(), Step::Inspect).await?;
+        let malformed = || Error::Connection { detail: "a reply of another shape".into() };
+        let Reply::List(mut values) = reply else { return Err(malformed()) };
+        if values.len() < 2 || values.len() % 2 != 0 {
+            return Err(malformed());
+        }
+        let fields = values.split_off(2);
+        match (&values[0], &values[1]) {
+            (Reply::Int(pttl), Reply::Text(refusal)) => {
+                let refusal = (!refusal.is_empty()).then(|| String::from_utf8_lossy(refusal).into_owned());
+                Ok(Inspected { pttl: *pttl, refusal, fields })
+            }
+            _ => Err(malformed()),
+        }
+    }
+}
+
+/// What `PTTL` answers where there is no key.
+const NO_KEY: i64 = -2;
+
+/// What the server knows of a lock.
+struct Inspected {
+    pttl: i64,
+    /// Why its fields cannot be told.
+    refusal: Option<String>,
+    fields: Vec<Reply>,
+}
+
+impl Inspected {
+    fn holders(self, keys: &Keys) -> Result<Vec<Holding>, Error> {
+        if let Some(message) = self.refusal {
+            return Err(Error::Server { lock: Some(keys.display()), message });
+        }
+        self.fields
+            .chunks_exact(2)
+            .map(|pair| {
+                let owner = match &pair[0] {
+                    Reply::Text(text) => String::from_utf8_lossy(text).into_owned(),
+                    other => format!("{other:?}"),
+                };
+                Ok(Holding { owner, count: number(&pair[1], keys)? })
+            })
+            .collect()
     }
 }
 

@@ -20,5 +20,8 @@ pub(crate) static FORCE_UNLOCK: Script =
 /// Reads an owner's hold count.
 pub(crate) static COUNT: Script = Script::new("count", include_str!("../../lua/v1/count.lua"), &["owner"]);
 
+/// Tells who holds a lock, and for how long.
+pub(crate) static INSPECT: Script = Script::new("inspect", include_str!("../../lua/v1/inspect.lua"), &[]);
+
 /// All of them: what a connection loads.
-pub(crate) static ALL: [&Script; 5] = [&ACQUIRE, &RELEASE, &RENEW, &FORCE_UNLOCK, &COUNT];
+pub(crate) static ALL: [&Script; 6] = [&ACQUIRE, &RELEASE, &RENEW, &FORCE_UNLOCK, &COUNT, &INSPECT];

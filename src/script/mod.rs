@@ -34,7 +34,7 @@ impl Script {
 
     /// What a connection needs to run it.
     pub(crate) fn what(&'static self) -> What {
-        What::Script { sha1: self.sha1(), text: self.text }
+        What { sha1: self.sha1(), text: self.text }
     }
 
     fn sha1(&'static self) -> &'static str {

@@ -1,0 +1,210 @@
+//! Unknown outcomes at bad moments: what is told is true, and nothing is left behind.
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use redisson_lock::{Error, Holder, LockClient};
+use support::proxy::{Fate, Flow, Proxy, Way};
+use support::server::{Server, unique};
+use tokio::time::{sleep, timeout};
+
+fn ms(m: u64) -> Duration {
+    Duration::from_millis(m)
+}
+
+fn exists(redis: &mut redis::Connection, lock: &str) -> bool {
+    redis::cmd("EXISTS").arg(lock).query(redis).unwrap()
+}
+fn pttl(redis: &mut redis::Connection, lock: &str) -> i64 {
+    redis::cmd("PTTL").arg(lock).query(redis).unwrap()
+}
+
+/// the record is found stale (key deleted), the acquire that follows stays without a reply: "the background gives it back".
+#[tokio::test]
+async fn an_unknown_acquire_over_a_stale_record_leaves_nothing() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let client =
+        LockClient::builder().retry_timeout(ms(0)).command_timeout(ms(300)).connect(&proxy.url()).await.unwrap();
+    let name = unique("adv");
+    let lock = client.lock(&name);
+    let mut redis = server.connection();
+    Holder::scope(async {
+        let guard = lock.lock().await.unwrap();
+        let () = redis::cmd("DEL").arg(&name).query(&mut redis).unwrap();
+        // before = 0, target = 1: the correction
+        proxy.next_reply_to(&[name.as_str(), "\r\n$1\r\n0\r\n$1\r\n1\r\n"], Fate::Close);
+        let again = lock.lock().await;
+        assert!(matches!(again, Err(Error::Unknown { .. })), "{again:?}");
+        assert_eq!(proxy.applied(), 1);
+        assert!(guard.is_lost());
+        drop(guard);
+    })
+    .await;
+    sleep(ms(3000)).await;
+    assert!(!exists(&mut redis, &name), "nobody holds it, yet it is held for {} ms", pttl(&mut redis, &name));
+}
+
+/// "their keys stay until their leases run out, so that nobody else gets in while their code may still run".
+///
+/// A renewal is under way when the client is shut down, and stays without an answer; another guard's pending release
+/// keeps the shutdown (and with it the scheduler) going.
+#[tokio::test]
+async fn a_shutdown_leaves_the_key_of_a_hold_that_is_still_there() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let client = LockClient::builder()
+        .watchdog_timeout(ms(12_000))
+        .command_timeout(ms(2000))
+        .connect(&proxy.url())
+        .await
+        .unwrap();
+    let (kept, dropped) = (unique("adv"), unique("adv"));
+    let pending = client.lock(&dropped).lock().lease(Duration::from_secs(3600)).await.unwrap();
+    let guard = client.lock(&kept).lock().await.unwrap();
+    let began = Instant::now();
+    let mut redis = server.connection();
+    sleep(ms(3600)).await;
+    proxy.set(Way::Both, Flow::Hold);
+    sleep(ms(800)).await; // the renewal is under way
+    drop(pending);
+    let ending = tokio::spawn({
+        let client = client.clone();
+        async move { client.shutdown().await }
+    });
+    sleep(ms(2600)).await; // the renewal has failed
+    proxy.set(Way::Both, Flow::Pass);
+    ending.await.unwrap().unwrap();
+    assert!(began.elapsed() < ms(11_000), "too slow a machine: {:?}", began.elapsed());
+    assert!(guard.is_lost());
+    assert!(
+        exists(&mut redis, &kept),
+        "the key was deleted after {:?} of a lease of 12 s, while its guard lives",
+        began.elapsed()
+    );
+}
+
+/// a force_unlock that did not reach the server leaves a lock that its own holder can not give back any more.
+#[tokio::test]
+async fn a_force_unlock_that_failed_leaves_no_lock_that_nobody_can_free() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let client =
+        LockClient::builder().retry_timeout(ms(0)).command_timeout(ms(200)).connect(&proxy.url()).await.unwrap();
+    let name = unique("adv");
+    let lock = client.lock(&name);
+    let guard = lock.lock().lease(Duration::from_secs(3600)).await.unwrap();
+    let mut redis = server.connection();
+    // Dropped before anything was sent.
+    proxy.set(Way::Both, Flow::Hold);
+    proxy.close_now();
+    sleep(ms(100)).await;
+    let forced = lock.force_unlock().await;
+    assert!(matches!(forced, Err(Error::Connection { .. })), "{forced:?}");
+    proxy.set(Way::Both, Flow::Pass);
+    timeout(ms(10_000), async {
+        while lock.is_locked().await.is_err() {
+            sleep(ms(50)).await
+        }
+    })
+    .await
+    .unwrap();
+    let unlocked = guard.unlock().await;
+    sleep(ms(1000)).await;
+    assert!(
+        !exists(&mut redis, &name),
+        "{forced:?}, then unlock: {unlocked:?}; still held for {} ms",
+        pttl(&mut redis, &name)
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_unlock_outside_a_runtime_does_not_leak_the_hold() {
+    let server = Server::start();
+    let client = LockClient::builder().watchdog_timeout(ms(1000)).connect(&server.url()).await.unwrap();
+    let name = unique("adv");
+    let guard = client.lock(&name).lock().await.unwrap();
+    // A panic there is tokio's word that there is no runtime; the hold is given back all the same.
+    let _ = std::thread::spawn(move || futures::executor::block_on(guard.unlock())).join();
+    sleep(ms(4000)).await;
+    let mut redis = server.connection();
+    assert!(!exists(&mut redis, &name), "no guard, no forget, and it is renewed for ever");
+}
+
+#[test]
+fn a_client_whose_runtime_has_ended_answers_with_errors_and_does_not_hang() {
+    let server = Server::start();
+    let name = unique("adv");
+    let (a, b) = (tokio::runtime::Runtime::new().unwrap(), tokio::runtime::Runtime::new().unwrap());
+    let client = a
+        .block_on(LockClient::builder().retry_timeout(ms(500)).command_timeout(ms(300)).connect(&server.url()))
+        .unwrap();
+    let other = b.block_on(LockClient::connect(&server.url())).unwrap();
+    let _guard = a.block_on(async { client.lock(unique("mine")).lock().await }).unwrap();
+    let _held = b.block_on(async { other.lock(&name).lock().await }).unwrap();
+    drop(a);
+    b.block_on(async {
+        let end = timeout(ms(8000), client.shutdown()).await;
+        assert!(end.is_ok());
+    });
+}
+
+/// "The new one begins by having the server close the old one, so that no late copy of a call is run after its repeat."
+/// The answer to CLIENT INFO came a little too late when the connection was made, on a slow network.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_unlock_on_a_connection_that_was_slow_at_first_takes_nothing_from_the_next_hold() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let proxy = Proxy::start(&server).await;
+    proxy.set(Way::Replies, Flow::Delay(ms(450)));
+    let connecting = LockClient::builder().watchdog_timeout(ms(60_000)).command_timeout(ms(400));
+    let connecting = tokio::spawn({
+        let url = proxy.url();
+        async move { connecting.connect(&url).await.unwrap() }
+    });
+    // When the listening connection appears, the one for calls is made; its replies are quick from now on.
+    while redis::cmd("CLIENT").arg("LIST").query::<String>(&mut redis).unwrap().lines().count() < 3 {
+        sleep(ms(5)).await;
+    }
+    proxy.set(Way::Replies, Flow::Pass);
+    let client = connecting.await.unwrap();
+    let lock = client.lock(unique("adv"));
+    let name = lock.name().unwrap();
+    let rival = LockClient::connect(&server.url()).await.unwrap();
+    Holder::scope(async {
+        let first = lock.lock().await.unwrap();
+        proxy.stall();
+        timeout(ms(10_000), first.unlock()).await.expect("it hangs").unwrap();
+        let second = lock.lock().await.unwrap();
+        assert!(exists(&mut redis, &name));
+        proxy.deliver();
+        let begun = Instant::now();
+        while begun.elapsed() < ms(500) {
+            if !exists(&mut redis, &name) {
+                let rival = rival.lock(&name).try_lock().await.unwrap();
+                panic!(
+                    "the late unlock took the next hold; it is lost: {}; a rival has the lock: {}",
+                    second.is_lost(),
+                    rival.is_some()
+                );
+            }
+            sleep(ms(5)).await;
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_question_is_not_answered_with_another_locks_answer() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let client = LockClient::builder().command_timeout(ms(500)).connect(&proxy.url()).await.unwrap();
+    let (free, held) = (unique("free"), unique("held"));
+    let guard = client.lock(&held).lock().await.unwrap();
+    proxy.next_reply_to(&[&free], Fate::Swallow);
+    let (f, h) = (client.lock(&free), client.lock(&held));
+    let (free, held) = tokio::join!(f.is_locked(), h.is_locked());
+    assert_eq!((free, held), (Ok(false), Ok(true)));
+    drop(guard);
+}
