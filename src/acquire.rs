@@ -282,7 +282,7 @@ fn granted(
     let lease = live.unwrap_or_else(|| {
         // What a private holder finds on the server can only be its own.
         let base = if entry.ident.holder.is_private() { 0 } else { count - 1 };
-        Arc::new(Lease::new(Arc::clone(&entry.ident), entry.kind, base))
+        Arc::new(Lease::new(Arc::clone(&entry.ident), entry.kind, base, sent))
     });
     lease.grant(id, mode, count, Proof { sent, lease: time });
     if is_new {

@@ -38,7 +38,8 @@ use crate::{renewal, retry};
 /// ```
 ///
 /// When the last clone, lock and guard are gone, the client finishes its pending releases and ends by itself;
-/// [`shutdown`](Self::shutdown) does that at a moment of your choice, and waits.
+/// [`shutdown`](Self::shutdown) does that at a moment of your choice, and waits. Call it before the runtime ends: what is
+/// in the background then is not finished, and stays until its lease is over.
 #[derive(Clone)]
 pub struct LockClient {
     core: Arc<Core>,

@@ -235,6 +235,9 @@ pub trait HolderExt: Future + Sized {
 
     /// Runs the future in the scope of the holder that is ambient here and now, also where it is spawned. Where none is
     /// ambient now, none will be for the future.
+    ///
+    /// Only scopes are carried: under [`HolderPolicy::PerTask`] hand over the task's own holder with
+    /// `with_holder(client.current_holder().unwrap())`.
     fn in_current_holder(self) -> WithHolder<Self> {
         WithHolder { inner: AMBIENT.scope(Holder::current(), self) }
     }

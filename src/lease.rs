@@ -34,6 +34,8 @@ pub(crate) struct Lease {
     pub(crate) kind: &'static dyn Kind,
     state: Mutex<State>,
     changed: Notify,
+    /// When the script that began it was sent.
+    pub(crate) began: Instant,
     /// Its place in the schedule, which only the schedule moves.
     pub(crate) place: Mutex<Option<(Instant, u64)>>,
 }
@@ -93,8 +95,9 @@ pub(crate) enum Upkeep {
 
 impl Lease {
     /// A possession that is about to begin, over `base` holds that were there before us.
-    pub(crate) fn new(ident: Arc<Ident>, kind: &'static dyn Kind, base: i64) -> Self {
+    pub(crate) fn new(ident: Arc<Ident>, kind: &'static dyn Kind, base: i64, began: Instant) -> Self {
         Self {
+            began,
             ident,
             kind,
             state: Mutex::new(State {

@@ -38,8 +38,13 @@ async fn side_by_side_with_redisson() {
     let mut report = Report::default();
     for version in &wanted {
         let begun = Instant::now();
-        match World::start(version).await {
-            Ok(world) => {
+        // On a task of its own: a version that cannot be built takes no other version's results with it.
+        let started = tokio::spawn({
+            let version = version.clone();
+            async move { World::start(&version).await }
+        });
+        match started.await {
+            Ok(Ok(world)) => {
                 let info: String = world.view.ask(&["INFO", "server"]).await.expect("INFO");
                 report.server = server_version(&info);
                 let world = Arc::new(world);
@@ -50,7 +55,10 @@ async fn side_by_side_with_redisson() {
                 println!("Redisson {version}: {} scenarios in {:.1?}", ran.len(), begun.elapsed());
                 report.versions.push((version.clone(), ran));
             }
-            Err(skip) => skipped(&mut report, version, skip),
+            Ok(Err(skip)) => skipped(&mut report, version, skip),
+            Err(_) => {
+                report.broken.push(format!("Redisson {version}: its peer cannot be built or started (see above)"))
+            }
         }
     }
     let ran: Vec<String> = report.versions.iter().map(|(version, _)| version.clone()).collect();
@@ -135,7 +143,10 @@ fn wanted_versions() -> Vec<String> {
 /// A missing tool is a failure in CI, and a line that says how to get it elsewhere.
 fn skipped(report: &mut Report, version: &str, Skip(why): Skip) {
     let line = format!("Redisson {version} {why}");
-    assert!(env::var("CI").as_deref() != Ok("true"), "{line}");
+    if env::var("CI").as_deref() == Ok("true") {
+        report.broken.push(line);
+        return;
+    }
     // Past the capture of what tests print: this is to be seen where the test passes, too.
     let _ = writeln!(std::io::stderr(), "{line}");
     report.skipped.push(line);

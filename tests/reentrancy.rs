@@ -33,7 +33,7 @@ impl Bench {
     }
 
     async fn with(builder: LockClientBuilder) -> Self {
-        let server = Server::start();
+        let server = Server::shared_or_start();
         let client = builder.connect(&server.url()).await.unwrap();
         let name = unique("reentrancy");
         Self { lock: client.lock(&name), observer: server.connection(), server, client, name }

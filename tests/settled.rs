@@ -208,3 +208,30 @@ async fn a_question_is_not_answered_with_another_locks_answer() {
     assert_eq!((free, held), (Ok(false), Ok(true)));
     drop(guard);
 }
+
+#[tokio::test]
+async fn a_release_of_a_reentry_works_without_memory() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("full"));
+    let mut redis = server.connection();
+    Holder::scope(async {
+        let outer = lock.lock().await.unwrap();
+        let inner = lock.lock().await.unwrap();
+        let () = redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg("1").query(&mut redis).unwrap();
+        assert_eq!(inner.unlock().await, Ok(()));
+        assert_eq!(lock.hold_count().await, Ok(1));
+        assert_eq!(outer.unlock().await, Ok(()));
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_holder_whose_grant_was_under_way_hears_of_a_force_unlock_at_once() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("forced"));
+    let (guard, freed) = tokio::join!(lock.lock(), lock.force_unlock());
+    assert_eq!(freed, Ok(true), "set-up: the force unlock came first");
+    assert!(guard.unwrap().is_lost());
+}

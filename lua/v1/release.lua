@@ -42,15 +42,17 @@ local function release(name, owner, channel, lease, leave)
     if #count < #leave or (#count == #leave and count < leave) then
       return 2, count
     end
+  end
+  -- Before the count: a server without memory refuses a script's first write if it may grow, and later ones no more.
+  local left = redis.call('pttl', name)
+  local expires = redis.pcall('pexpire', name, math.max(left, tonumber(lease)))
+  if type(expires) == 'table' then
+    return 3, expires.err
+  end
+  if count ~= leave then
     local set = redis.pcall('hset', name, owner, leave)
     if type(set) == 'table' then
       return 3, set.err
-    end
-  end
-  if redis.call('pttl', name) < tonumber(lease) then
-    local expires = redis.pcall('pexpire', name, lease)
-    if type(expires) == 'table' then
-      return 3, expires.err
     end
   end
   return 0, leave

@@ -17,6 +17,9 @@ use crate::release::Hold;
 
 /// One hold of a lock. Dropping it releases the hold in the background; [`unlock`](Self::unlock) waits for that.
 ///
+/// The background needs the runtime: before that ends, at the end of `main` and on error paths too, release with `unlock`
+/// or call [`LockClient::shutdown`](crate::LockClient::shutdown); otherwise the lock stays until its lease is over.
+///
 /// A guard does not stop code whose lease is lost: [`run`](Self::run) does, and [`lost`](Self::lost) tells.
 #[must_use = "a guard that is dropped at once releases the lock at once"]
 pub struct LockGuard {
@@ -45,7 +48,8 @@ impl LockGuard {
 
     /// Keeps the hold without a guard: it stays held, and renewed if it was taken without a lease, until
     /// [`ReentrantLock::unlock`](crate::ReentrantLock::unlock) gives it back in the holder's scope, or until the client
-    /// ends. One that is lost meanwhile is remembered until `unlock` asks for it, and says so.
+    /// ends. One that is lost meanwhile is remembered until `unlock` asks for it, and says so, or until the holder locks
+    /// again.
     pub fn forget(self) {
         self.hold.forget();
     }

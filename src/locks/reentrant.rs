@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::time::Instant;
 
 use super::requests::{LockRequest, Options, RunRequest, TryLockRequest};
 use super::{Acquired, Ident, Kind, Released, Renewed};
@@ -62,6 +63,9 @@ impl ReentrantLock {
     }
 
     /// Acquires the lock; waits for it without limit.
+    ///
+    /// The waiters of one process stand in line, first come first served; processes compete. As with tokio's own locks,
+    /// a request that has been polled and is kept without being polled any more keeps its place in the line: drop it.
     ///
     /// Without [`lease`](LockRequest::lease) the lock gets the watchdog timeout and is renewed until it is released.
     ///
@@ -206,16 +210,16 @@ impl ReentrantLock {
         let keys = self.keys.clone()?;
         self.core.ensure_open()?;
         // Told before anybody else can have it.
-        for lease in self.core.holds.leases_of(&keys.name) {
-            let reason = lease.lose(LostReason::ForceUnlocked);
-            crate::renewal::tell_lost(&self.core, &lease, reason, false);
-        }
+        let sent = Instant::now();
+        self.lose_all(&keys, sent);
         let call = FORCE_UNLOCK.batch(1).row(keys.name.clone(), [("channel", keys.channel.clone())]).call();
         let lock = keys.display();
         let reply = self.core.ask(call, &lock, Step::ForceUnlock).await?;
         let freed = answer(reply)
             .and_then(accepted)
             .map_err(|failure| super::error(failure, &lock, Some(Step::ForceUnlock)))?;
+        // A grant that was under way is freed as well: it was sent before, and calls are run in their order.
+        self.lose_all(&keys, sent);
         Ok(freed.code == 1)
     }
 
@@ -233,6 +237,14 @@ impl ReentrantLock {
 
     fn options(&self) -> Options {
         Options::new(Arc::clone(&self.core), self.keys.clone(), &Reentrant)
+    }
+
+    /// Tells the holders in this client whose possession began by then that it was force-unlocked.
+    fn lose_all(&self, keys: &Keys, by: Instant) {
+        for lease in self.core.holds.leases_of(&keys.name).into_iter().filter(|lease| lease.began <= by) {
+            let reason = lease.lose(LostReason::ForceUnlocked);
+            crate::renewal::tell_lost(&self.core, &lease, reason, false);
+        }
     }
 
     /// Gives back a hold that only the server knows of.

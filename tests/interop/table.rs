@@ -28,6 +28,8 @@ pub struct Report {
     pub record: Vec<Moment>,
     /// Why versions are missing.
     pub skipped: Vec<String>,
+    /// Versions that should not be missing.
+    pub broken: Vec<String>,
 }
 
 impl Report {
@@ -38,7 +40,7 @@ impl Report {
 
     /// What failed, one entry each.
     pub fn failures(&self) -> Vec<String> {
-        let mut failures = Vec::new();
+        let mut failures = self.broken.clone();
         for (version, ran) in &self.versions {
             for Ran { title, way, outcome } in ran {
                 if let Err(Failed(why)) = outcome {
@@ -54,8 +56,12 @@ impl Report {
 
     /// `N passed, N failed`.
     pub fn sum(&self) -> String {
-        let failed = self.failures().len();
-        format!("{} passed, {failed} failed", self.outcomes().count() - failed)
+        let passed = self.outcomes().filter(|outcome| outcome.is_ok()).count();
+        let sum = format!("{passed} passed, {} failed", self.failures().len());
+        match self.skipped.len() {
+            0 => sum,
+            skipped => format!("{sum}, {skipped} skipped"),
+        }
     }
 
     /// The table with its footnotes, in Markdown.
