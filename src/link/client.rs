@@ -40,6 +40,8 @@ struct Shared {
     line: RwLock<Option<Arc<Numbered>>>,
     distrusted: AtomicU64,
     mend: Notify,
+    /// Signals a new connection, or the end.
+    ready: Notify,
     tickets: AtomicU64,
     closed: AtomicBool,
 }
@@ -79,6 +81,7 @@ impl Link {
             line: RwLock::new(Some(Arc::new(Numbered { number: 1, line, identity }))),
             distrusted: AtomicU64::new(0),
             mend: Notify::new(),
+            ready: Notify::new(),
             tickets: AtomicU64::new(1),
             closed: AtomicBool::new(false),
         });
@@ -103,6 +106,7 @@ impl Link {
             return;
         }
         self.keeper.abort();
+        self.shared.ready.notify_waiters();
         let line = self.shared.line.write().take();
         if let Some(line) = line {
             line.line.quit().await;
@@ -129,7 +133,7 @@ impl Shared {
             all.extend(args.iter().cloned().map(Value::Bytes));
             all
         };
-        let line = self.line()?;
+        let line = self.line().await?;
         let by_sha1 = CustomCommand::new_static("EVALSHA", ClusterHash::Random, false);
         let mut outcome = self.send(&line, by_sha1, arguments(sha1)).await;
         if matches!(&outcome, Err(Failure::Server(message)) if message.starts_with("NOSCRIPT")) {
@@ -149,14 +153,28 @@ impl Shared {
         }
     }
 
-    fn line(&self) -> Result<Arc<Numbered>, Failure> {
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Failure::Closed);
+    /// The connection, as soon as there is one to be trusted.
+    async fn line(&self) -> Result<Arc<Numbered>, Failure> {
+        if let Some(line) = self.line.read().as_ref().filter(|line| !line.line.has_ended()) {
+            return Ok(Arc::clone(line));
         }
-        match &*self.line.read() {
-            Some(line) if !line.line.has_ended() => Ok(Arc::clone(line)),
-            _ => Err(Failure::NotSent("the connection is lost, and there is no new one yet".into())),
-        }
+        let limit = self.settings.command_timeout();
+        let some = async {
+            loop {
+                let ready = self.ready.notified();
+                if self.closed.load(Ordering::Acquire) {
+                    return Err(Failure::Closed);
+                }
+                match &*self.line.read() {
+                    Some(line) if !line.line.has_ended() => return Ok(Arc::clone(line)),
+                    _ => {}
+                }
+                ready.await;
+            }
+        };
+        tokio::time::timeout(limit, some)
+            .await
+            .unwrap_or_else(|_| Err(Failure::NotSent("the connection is lost, and there is no new one yet".into())))
     }
 
     async fn send(&self, line: &Numbered, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
@@ -224,12 +242,14 @@ async fn keep(shared: Arc<Shared>) {
         drop((old, line));
         let (line, identity) = replacement(&shared.settings, &mut unfenced).await;
         *shared.line.write() = Some(Arc::new(Numbered { number, line, identity }));
+        shared.ready.notify_waiters();
     }
 }
 
 /// Opens a new connection, and rules out the old ones. Tries for as long as it takes.
 async fn replacement(settings: &Settings, unfenced: &mut Vec<Identity>) -> (Line, Option<Identity>) {
-    let mut pause = Duration::from_millis(5);
+    const FIRST_PAUSE: Duration = Duration::from_millis(5);
+    let mut pause = FIRST_PAUSE;
     let mut told = false;
     loop {
         match Line::open(settings, Reconnect::Never).await {
@@ -240,6 +260,8 @@ async fn replacement(settings: &Settings, unfenced: &mut Vec<Identity>) -> (Line
                         return (line, identity);
                     }
                 }
+                // The server is there.
+                pause = FIRST_PAUSE;
             }
             Err(error) if !told => {
                 told = true;
