@@ -157,7 +157,8 @@ impl LockClientBuilder {
     /// Under whose id locks are held. Default: a fresh random one.
     ///
     /// Handing over another client's id lets this one give back and re-enter that client's locks, with
-    /// [`Holder::from_thread_id`]. Never give one id to two clients that work at the same time on their own.
+    /// [`Holder::from_thread_id`]. It is for handing over: never give one id to two clients that work at the same time.
+    /// Neither follows what the other does to a holder's count, so a release of one may take the other's hold.
     pub fn client_id(mut self, id: ClientId) -> Self {
         self.client_id = Some(id);
         self

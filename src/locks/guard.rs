@@ -83,7 +83,8 @@ impl LockGuard {
     /// Resolves when the lock is lost, with the reason; never if it is released first.
     ///
     /// It resolves before anybody else can acquire the lock, except where somebody deletes the key, force-unlocks it
-    /// or the server loses it: then it resolves with the next renewal.
+    /// or the server loses it: then it resolves with the next renewal, or, for a hold with a lease of its own, at the
+    /// end of that lease.
     ///
     /// ```no_run
     /// # async fn work() {}
