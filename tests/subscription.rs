@@ -23,7 +23,7 @@ async fn no_subscription_stays_when_the_listening_connection_was_killed_just_bef
         list.lines().map(|line| line.split(' ').next().unwrap()[3..].to_owned()).collect()
     };
     let mut left = Vec::new();
-    for round in 0..20 {
+    for round in 0..6 {
         let before = client_list(&mut redis);
         let client = LockClient::connect(&server.url()).await.unwrap();
         let listening = client_list(&mut redis).into_iter().rfind(|id| !before.contains(id)).unwrap();
