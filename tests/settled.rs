@@ -225,13 +225,3 @@ async fn a_release_of_a_reentry_works_without_memory() {
     })
     .await;
 }
-
-#[tokio::test]
-async fn a_holder_whose_grant_was_under_way_hears_of_a_force_unlock_at_once() {
-    let server = Server::start();
-    let client = LockClient::connect(&server.url()).await.unwrap();
-    let lock = client.lock(unique("forced"));
-    let (guard, freed) = tokio::join!(lock.lock(), lock.force_unlock());
-    assert_eq!(freed, Ok(true), "set-up: the force unlock came first");
-    assert!(guard.unwrap().is_lost());
-}

@@ -197,7 +197,8 @@ impl ReentrantLock {
 
     /// Frees the lock, whoever holds it, and wakes its waiters; `true` if it was held.
     ///
-    /// For operators. Holders in this client hear of it at once, others with their next renewal.
+    /// For operators. Holders in this client hear of it at once, others with their next renewal; so may one whose
+    /// grant is under way at that moment.
     ///
     /// # Errors
     /// * [`Error::Server`]: the key holds another type; it stays.
@@ -218,7 +219,8 @@ impl ReentrantLock {
         let freed = answer(reply)
             .and_then(accepted)
             .map_err(|failure| super::error(failure, &lock, Some(Step::ForceUnlock)))?;
-        // A grant that was under way is freed as well: it was sent before, and calls are run in their order.
+        // A grant that was under way is freed as well: it was sent before, and calls are run in their order. One that
+        // is not recorded yet hears of it with its next renewal.
         self.lose_all(&keys, sent);
         Ok(freed.code == 1)
     }
