@@ -1,6 +1,6 @@
 //! The waiting algorithm, once for all kinds of lock: try, subscribe, try again, sleep.
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::sync::OwnedMutexGuard;
@@ -15,8 +15,8 @@ use crate::lease::{Lease, Mode, Proof};
 use crate::link::Failure;
 use crate::locks::{Acquired, Ident, Kind};
 use crate::release::{Handoff, Hold, settle};
-use crate::retry::Patience;
-use crate::wakeup::{Place, Turn};
+use crate::retry::{LONGEST, Patience};
+use crate::wakeup::{InFlight, Pace, Place, Standing, Turn};
 
 /// What came of waiting for a lock.
 pub(crate) enum Acquisition {
@@ -60,10 +60,11 @@ pub(crate) async fn acquire(
         remaining_ttl: None,
         asked: false,
         warned: false,
+        alive: Arc::new(()),
     };
     let outcome = waiter.run().await;
     if let Ok(Acquisition::Granted(_)) = &outcome {
-        waiter.core.wakeups.holder_granted(&ident);
+        waiter.core.wakeups.holder_granted(&ident.keys.channel, &ident.keys.name, ident.holder.thread_id());
     }
     outcome
 }
@@ -79,13 +80,22 @@ struct Waiter {
     remaining_ttl: Option<Duration>,
     asked: bool,
     warned: bool,
+    /// Goes with the waiter, so that an attempt knows whether it was left behind.
+    alive: Arc<()>,
+}
+
+/// What a waiter does when its waiting is over.
+enum Next {
+    /// It tries; a re-entry does so past the queue.
+    Try(Option<InFlight>),
+    GiveUp,
 }
 
 impl Waiter {
     async fn run(&mut self) -> Result<Acquisition, Error> {
         if self.ends == Some(self.begun) {
             // No time to wait: one question, past any queue.
-            return Ok(match self.attempt().await? {
+            return Ok(match self.attempt(None).await? {
                 Attempt::Granted(hold) => Acquisition::Granted(hold),
                 Attempt::Held(ttl) => {
                     self.remaining_ttl = ttl;
@@ -94,77 +104,85 @@ impl Waiter {
             });
         }
         loop {
-            if !self.wait_for_turn().await? {
+            let Next::Try(in_flight) = self.wait_for_turn().await? else {
                 return Ok(self.contended());
-            }
+            };
             self.asked = true;
-            match self.attempt().await? {
+            match self.attempt(in_flight).await? {
                 Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
-                Attempt::Held(ttl) => {
-                    self.remaining_ttl = ttl;
-                    if let (Some(place), Some(ttl)) = (&self.place, ttl) {
-                        // A little later than the expiry, and never at once: an expiry is no reason to spin.
-                        const FLOOR: Duration = Duration::from_millis(5);
-                        place.try_again_by(Instant::now() + (ttl + Duration::from_millis(1)).max(FLOOR));
+                Attempt::Held(ttl) => self.remaining_ttl = ttl,
+            }
+        }
+    }
+
+    /// Waits until there is a reason to try, or until the wait time is over.
+    async fn wait_for_turn(&mut self) -> Result<Next, Error> {
+        loop {
+            if self.entry.live().is_some() {
+                // The holder has the lock: this is a re-entry, which waits for nobody.
+                return Ok(Next::Try(None));
+            }
+            // However short the wait time: who is in front asks once. However many wake-ups: not after its end.
+            if self.asked && self.is_over() {
+                return Ok(Next::GiveUp);
+            }
+            let Some(place) = &self.place else {
+                let Ident { keys, holder, .. } = &*self.entry.ident;
+                self.place = Some(self.core.wakeups.join(&keys.channel, &keys.name, holder.thread_id()));
+                // Look again: a grant to the holder that came before the place was taken has notified nobody.
+                continue;
+            };
+            let (until, standing) = match place.turn(self.pace()) {
+                Turn::Try(in_flight) => return Ok(Next::Try(Some(in_flight))),
+                Turn::Closed => return Err(Error::Closed),
+                Turn::Sleep(until, standing) => (until, standing),
+            };
+            if !std::mem::replace(&mut self.warned, true) {
+                warn_of_self(&self.core, &self.entry.ident);
+            }
+            // Who could ask if an attempt of somebody who went away were over does not know whether anybody holds it.
+            let in_the_dark = standing == Standing::AfterAbandoned && !self.asked;
+            let ends = if in_the_dark {
+                let patience = self.patience.max(self.core.config.command_timeout);
+                self.ends.map(|ends| ends.max(self.begun + patience))
+            } else {
+                self.ends
+            };
+            tokio::select! {
+                () = place.notified() => {}
+                () = sleep_until(ends.map_or(until, |ends| ends.min(until))) => {
+                    if ends.is_some_and(|ends| Instant::now() >= ends) {
+                        return if in_the_dark {
+                            Err(Error::Timeout { step: Step::EarlierOperation, after: self.begun.elapsed() })
+                        } else {
+                            Ok(Next::GiveUp)
+                        };
                     }
                 }
             }
         }
     }
 
-    /// Waits until there is a reason to try; `false` when the wait time is over.
-    async fn wait_for_turn(&mut self) -> Result<bool, Error> {
-        loop {
-            if self.entry.live().is_some() {
-                // The holder has the lock: this is a re-entry, which waits for nobody.
-                return Ok(true);
-            }
-            // However short the wait time: who is in front asks once. However many wake-ups: not after its end.
-            if self.asked && self.ends.is_some_and(|ends| Instant::now() >= ends) {
-                return Ok(false);
-            }
-            let recheck = spread(self.core.config.recheck_interval);
-            let Some(place) = &self.place else {
-                self.place = Some(self.core.wakeups.join(&self.entry.ident));
-                // Look again: a grant to the holder that came before the place was taken has notified nobody.
-                continue;
-            };
-            let until = match place.turn(recheck) {
-                Turn::Try => return Ok(true),
-                Turn::Closed => return Err(Error::Closed),
-                Turn::Sleep(until) => until,
-            };
-            if !std::mem::replace(&mut self.warned, true) {
-                warn_of_self(&self.core, &self.entry.ident);
-            }
-            let until = match (until, self.ends) {
-                (Some(until), Some(ends)) => Some(until.min(ends)),
-                (until, ends) => until.or(ends),
-            };
-            match until {
-                Some(until) => tokio::select! {
-                    () = place.notified() => {}
-                    () = sleep_until(until) => {
-                        if self.ends.is_some_and(|ends| Instant::now() >= ends) {
-                            return Ok(false);
-                        }
-                    }
-                },
-                None => place.notified().await,
-            }
-        }
+    fn is_over(&self) -> bool {
+        self.ends.is_some_and(|ends| Instant::now() >= ends)
+    }
+
+    fn pace(&self) -> Pace {
+        let config = &self.core.config;
+        // A call waits for a connection, and then for its reply.
+        Pace { recheck: spread(config.recheck_interval), grace: 2 * config.command_timeout + LONGEST }
     }
 
     /// Asks the server once, and again while it is in trouble that may pass.
-    async fn attempt(&self) -> Result<Attempt, Error> {
+    async fn attempt(&self, in_flight: Option<InFlight>) -> Result<Attempt, Error> {
         let turn = Arc::clone(&self.entry.turn).lock_owned();
         let patience = self.patience.max(self.core.config.command_timeout);
         let Ok(turn) = timeout(patience, turn).await else {
             return Err(Error::Timeout { step: Step::EarlierOperation, after: patience });
         };
         self.core.ensure_open()?;
-        let attempt =
-            attempt(Arc::clone(&self.core), self.entry.clone(), self.mode, Patience::new(self.patience), turn);
+        let effort = Effort { patience: Patience::new(self.patience), caller: Arc::downgrade(&self.alive), in_flight };
+        let attempt = attempt(Arc::clone(&self.core), self.entry.clone(), self.mode, effort, turn);
         Handoff::new(&self.core.background, attempt).await
     }
 
@@ -194,12 +212,41 @@ enum Attempt {
     Held(Option<Duration>),
 }
 
+/// How hard an attempt tries, and who is to know.
+struct Effort {
+    patience: Patience,
+    caller: Weak<()>,
+    in_flight: Option<InFlight>,
+}
+
+impl Effort {
+    /// Whether to ask again after trouble that may pass. For a caller who went away nothing more is begun.
+    async fn again(&mut self) -> bool {
+        if self.caller.strong_count() == 0 || !self.patience.pause().await {
+            return false;
+        }
+        if let Some(in_flight) = &self.in_flight {
+            in_flight.goes_on();
+        }
+        true
+    }
+
+    /// Somebody else holds the lock, for that long if nobody renews it.
+    fn held(self, ttl: Option<Duration>) {
+        // A little later than the expiry, and never at once: an expiry is no reason to spin.
+        const FLOOR: Duration = Duration::from_millis(5);
+        if let (Some(in_flight), Some(ttl)) = (self.in_flight, ttl) {
+            in_flight.held_until(Instant::now() + (ttl + Duration::from_millis(1)).max(FLOOR));
+        }
+    }
+}
+
 /// One attempt, seen through to an outcome that is known, or settled in the background.
 async fn attempt(
     core: Arc<Core>,
     entry: EntryRef,
     mode: Mode,
-    mut patience: Patience,
+    mut effort: Effort,
     turn: OwnedMutexGuard<()>,
 ) -> Result<Attempt, Error> {
     let time = match mode {
@@ -211,7 +258,7 @@ async fn attempt(
     let record = live.as_ref().and_then(|lease| lease.live_count());
     let mut before = match record {
         Some(count) => count,
-        None if !ident.holder.is_private() => count(&core, &entry, &mut patience).await?,
+        None if !ident.holder.is_private() => count(&core, &entry, &mut effort).await?,
         None => 0,
     };
     let mut target = next(ident, before)?;
@@ -229,6 +276,7 @@ async fn attempt(
             }
             Ok(Acquired::Held(ttl)) => {
                 lose(&core, live.take());
+                effort.held(ttl);
                 return Ok(Attempt::Held(ttl));
             }
             Ok(Acquired::Other(found)) if corrections < 4 => {
@@ -248,7 +296,7 @@ async fn attempt(
             Ok(Acquired::Other(found)) => break Failure::Server(format!("the hold count keeps changing, now {found}")),
             Err(failure) => {
                 unknown |= matches!(failure, Failure::Unknown(_));
-                if !failure.is_passing() || !patience.pause().await {
+                if !failure.is_passing() || !effort.again().await {
                     break failure;
                 }
                 if core.ensure_open().is_err() {
@@ -312,12 +360,12 @@ fn lose(core: &Arc<Core>, lease: Option<Arc<Lease>>) {
 }
 
 /// Asks for the count of a holder that others may be as well.
-async fn count(core: &Core, entry: &EntryRef, patience: &mut Patience) -> Result<i64, Error> {
+async fn count(core: &Core, entry: &EntryRef, effort: &mut Effort) -> Result<i64, Error> {
     loop {
         let reply = core.link.call(entry.kind.count(&entry.ident)).await;
         match reply.and_then(|reply| entry.kind.counted(reply)) {
             Ok(count) => return Ok(count),
-            Err(failure) if failure.is_passing() && patience.pause().await => {}
+            Err(failure) if failure.is_passing() && effort.again().await => {}
             Err(failure) => return Err(entry.ident.refused(failure)),
         }
     }

@@ -18,7 +18,7 @@ use crate::link::{Link, PubSub, Settings};
 use crate::locks::reentrant::ReentrantLock;
 use crate::release::Background;
 use crate::script::catalog;
-use crate::wakeup::{Wakeups, reconcile};
+use crate::wakeup::{self, Wakeups, reconcile};
 use crate::{renewal, retry};
 
 /// A connection to the server whose locks are shared, and the identity under which they are held.
@@ -220,7 +220,7 @@ impl LockClientBuilder {
         let (wakeups, changed) = Wakeups::new();
         let listener = Arc::clone(&wakeups);
         let link = Arc::new(Link::connect(settings.clone(), &scripts).await?);
-        let pubsub = PubSub::open(settings, Arc::new(move |event| listener.event(event))).await?;
+        let pubsub = PubSub::open(settings, Arc::new(move |event| wakeup::event(&listener, event))).await?;
 
         let (stop, stopped) = watch::channel(false);
         let (background, worker) = Background::new(stopped.clone());

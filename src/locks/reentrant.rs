@@ -64,8 +64,10 @@ impl ReentrantLock {
 
     /// Acquires the lock; waits for it without limit.
     ///
-    /// The waiters of one process stand in line, first come first served; processes compete. As with tokio's own locks,
-    /// a request that has been polled and is kept without being polled any more keeps its place in the line: drop it.
+    /// The waiters of one process stand in line, first come first served; processes compete. A request that has been
+    /// polled and is kept without being polled any more gives way to those behind it after two re-check intervals (after
+    /// two command timeouts more if it stands still while it asks the server). If the server grants it the lock while
+    /// nobody polls it, the lock stays taken until that lease is over: rather drop such a request.
     ///
     /// Without [`lease`](LockRequest::lease) the lock gets the watchdog timeout and is renewed until it is released.
     ///

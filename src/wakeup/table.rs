@@ -1,0 +1,427 @@
+//! All lanes of a client, the channels that they need, and the places that waiters have in them.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use tokio::sync::mpsc;
+use tokio::time::Instant;
+
+use super::lane::{Lane, Pace, Standing, Step, Waiter};
+use super::sync::Mutex;
+
+/// All lanes of a client.
+pub(crate) struct Wakeups {
+    table: Mutex<Table>,
+    /// Channels whose subscription may have to change.
+    changes: mpsc::UnboundedSender<Bytes>,
+}
+
+#[derive(Default)]
+struct Table {
+    channels: HashMap<Bytes, Channel>,
+    closed: bool,
+}
+
+#[derive(Default)]
+struct Channel {
+    subscription: Subscription,
+    /// By lock name: names in and without braces share a channel.
+    lanes: HashMap<Bytes, Arc<Lane>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Subscription {
+    /// Nobody has had to sleep yet.
+    #[default]
+    NotAsked,
+    Asked,
+    Confirmed,
+}
+
+/// What a waiter does next.
+pub(crate) enum Turn {
+    /// Try now.
+    Try(InFlight),
+    /// Sleep until notified, or until then.
+    Sleep(Instant, Standing),
+    /// The client is shut down.
+    Closed,
+}
+
+impl Wakeups {
+    pub(crate) fn new() -> (Arc<Self>, mpsc::UnboundedReceiver<Bytes>) {
+        let (changes, changed) = mpsc::unbounded_channel();
+        (Arc::new(Self { table: Mutex::new(Table::default()), changes }), changed)
+    }
+
+    /// Puts a waiter at the end of the lock's lane.
+    pub(crate) fn join(self: &Arc<Self>, channel: &Bytes, name: &Bytes, thread: i64) -> Place {
+        let mut table = self.table.lock();
+        let closed = table.closed;
+        let lanes = &mut table.channels.entry(channel.clone()).or_default().lanes;
+        let lane = Arc::clone(lanes.entry(name.clone()).or_insert_with(|| Arc::new(Lane::new(closed))));
+        // Under the table's lock, so that nobody takes the lane out in between.
+        let waiter = lane.join(thread);
+        drop(table);
+        let lane = LaneRef { wakeups: Arc::clone(self), channel: channel.clone(), name: name.clone(), lane };
+        Place { lane, waiter }
+    }
+
+    /// A message on a channel.
+    pub(crate) fn message(&self, channel: &[u8]) {
+        if let Some(channel) = self.table.lock().channels.get(channel) {
+            channel.wake();
+        }
+    }
+
+    /// Messages may have been missed.
+    pub(crate) fn missed(&self) {
+        self.table.lock().channels.values().for_each(Channel::wake);
+    }
+
+    /// The subscriptions are gone, and messages may have been missed.
+    pub(crate) fn interrupted(&self) {
+        for (name, channel) in &mut self.table.lock().channels {
+            if channel.subscription == Subscription::Confirmed {
+                channel.subscription = Subscription::Asked;
+            }
+            self.changed(name.clone());
+            channel.wake();
+        }
+    }
+
+    /// Wakes the waiters of a holder that has just been granted the lock: they re-enter.
+    pub(crate) fn holder_granted(&self, channel: &Bytes, name: &Bytes, thread: i64) {
+        if let Some(lane) = self.table.lock().channels.get(channel).and_then(|channel| channel.lanes.get(name)) {
+            lane.wake_holder(thread);
+        }
+    }
+
+    /// Ends all waiting.
+    pub(crate) fn close(&self) {
+        let mut table = self.table.lock();
+        table.closed = true;
+        table.channels.values().flat_map(|channel| channel.lanes.values()).for_each(|lane| lane.close());
+    }
+
+    /// Whether a channel is to be subscribed.
+    pub(crate) fn wants(&self, channel: &Bytes) -> bool {
+        let table = self.table.lock();
+        table.channels.get(channel).is_some_and(|channel| channel.subscription != Subscription::NotAsked)
+    }
+
+    /// The server has confirmed a subscription, which is a reason to try again: a message may have been missed before.
+    pub(crate) fn confirmed(&self, channel: &Bytes) {
+        if let Some(channel) = self.table.lock().channels.get_mut(channel) {
+            channel.subscription = Subscription::Confirmed;
+            channel.wake();
+        }
+    }
+
+    /// Has a look taken at a channel's subscription.
+    pub(crate) fn changed(&self, channel: Bytes) {
+        let _ = self.changes.send(channel);
+    }
+
+    /// How many channels are in use, for the test that none is left behind.
+    #[cfg(test)]
+    pub(crate) fn channels(&self) -> usize {
+        self.table.lock().channels.len()
+    }
+
+    /// Asks for a channel's subscription, once.
+    fn subscribe(&self, name: &Bytes) {
+        if let Some(channel) = self.table.lock().channels.get_mut(name) {
+            if channel.subscription == Subscription::NotAsked {
+                channel.subscription = Subscription::Asked;
+                self.changed(name.clone());
+            }
+        }
+    }
+}
+
+impl Channel {
+    fn wake(&self) {
+        self.lanes.values().for_each(|lane| lane.wake());
+    }
+}
+
+/// A lane, and how to take it out of the table when it is idle.
+#[derive(Clone)]
+struct LaneRef {
+    wakeups: Arc<Wakeups>,
+    channel: Bytes,
+    name: Bytes,
+    lane: Arc<Lane>,
+}
+
+impl LaneRef {
+    fn remove_if_idle(&self) {
+        let mut table = self.wakeups.table.lock();
+        let Some(channel) = table.channels.get_mut(&self.channel) else { return };
+        // Somebody may have joined meanwhile, or another lane may be in its place.
+        if channel.lanes.get(&self.name).is_some_and(|lane| Arc::ptr_eq(lane, &self.lane) && lane.is_idle()) {
+            channel.lanes.remove(&self.name);
+        }
+        if channel.lanes.is_empty() {
+            let asked = channel.subscription != Subscription::NotAsked;
+            table.channels.remove(&self.channel);
+            if asked {
+                self.wakeups.changed(self.channel.clone());
+            }
+        }
+    }
+}
+
+/// A waiter's place in a lane. Dropping it leaves the lane and passes the baton on.
+pub(crate) struct Place {
+    lane: LaneRef,
+    waiter: Arc<Waiter>,
+}
+
+impl Place {
+    /// What to do now.
+    ///
+    /// Who is to sleep in front of the lane has the channel subscribed; the confirmation is a reason to try.
+    pub(crate) fn turn(&self, pace: Pace) -> Turn {
+        match self.lane.lane.step(&self.waiter, pace) {
+            Step::Try(attempt) => Turn::Try(InFlight { lane: self.lane.clone(), attempt, pace, held_until: None }),
+            Step::Sleep { until, place } => {
+                if place == Standing::Front {
+                    self.lane.wakeups.subscribe(&self.lane.channel);
+                }
+                Turn::Sleep(until, place)
+            }
+            Step::Closed => Turn::Closed,
+        }
+    }
+
+    /// Resolves when [`Place::turn`] may answer differently.
+    pub(crate) async fn notified(&self) {
+        self.waiter.notified().await;
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if self.lane.lane.leave(&self.waiter) {
+            self.lane.remove_if_idle();
+        }
+    }
+}
+
+/// The mark of an attempt in flight. It goes with the attempt, also where the waiter that began it goes away; dropping
+/// it lets the next one try.
+pub(crate) struct InFlight {
+    lane: LaneRef,
+    attempt: u64,
+    pace: Pace,
+    held_until: Option<Instant>,
+}
+
+impl InFlight {
+    /// Says that the attempt is about to ask the server (again).
+    pub(crate) fn goes_on(&self) {
+        self.lane.lane.goes_on(self.attempt, self.pace);
+    }
+
+    /// Says that somebody else holds the lock: there is no reason to try before then but a wake-up.
+    pub(crate) fn held_until(mut self, at: Instant) {
+        self.held_until = Some(at);
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        if self.lane.lane.over(self.attempt, self.held_until) {
+            self.lane.remove_if_idle();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    const CHANNEL: Bytes = Bytes::from_static(b"redisson_lock__channel:{stock}");
+    const PACE: Pace = Pace { recheck: Duration::from_secs(60), grace: Duration::from_secs(3) };
+
+    fn join(wakeups: &Arc<Wakeups>, thread: i64) -> Place {
+        wakeups.join(&CHANNEL, &Bytes::from_static(b"stock"), thread)
+    }
+
+    fn tries(place: &Place) -> Option<InFlight> {
+        match place.turn(PACE) {
+            Turn::Try(attempt) => Some(attempt),
+            Turn::Sleep(..) => None,
+            Turn::Closed => panic!("closed"),
+        }
+    }
+
+    /// Tries if it may, and finds the lock held for long.
+    fn asks(place: &Place) -> bool {
+        tries(place).map(|attempt| attempt.held_until(Instant::now() + 10 * PACE.recheck)).is_some()
+    }
+
+    async fn is_notified(place: &Place) -> bool {
+        tokio::time::timeout(Duration::from_millis(1), place.notified()).await.is_ok()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn only_the_one_in_front_tries() {
+        let (wakeups, _changes) = Wakeups::new();
+        let (first, second) = (join(&wakeups, 1), join(&wakeups, 2));
+        assert!(!asks(&second));
+        assert!(asks(&first));
+        assert!(!asks(&first));
+        wakeups.message(&CHANNEL);
+        assert!(!asks(&second));
+        assert!(asks(&first));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_waiter_that_leaves_takes_no_wakeup_with_it() {
+        let (wakeups, _changes) = Wakeups::new();
+        let (first, second) = (join(&wakeups, 1), join(&wakeups, 2));
+        assert!(asks(&first));
+        wakeups.message(&CHANNEL);
+        drop(first);
+        assert!(is_notified(&second).await);
+        assert!(asks(&second));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_wakeup_during_a_try_is_a_reason_for_another() {
+        let (wakeups, _changes) = Wakeups::new();
+        let place = join(&wakeups, 1);
+        let attempt = tries(&place).unwrap();
+        wakeups.message(&CHANNEL);
+        attempt.held_until(Instant::now() + PACE.recheck);
+        assert!(asks(&place));
+        assert!(!asks(&place));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_attempt_that_was_left_behind_keeps_others_from_trying_until_it_ends() {
+        let (wakeups, _changes) = Wakeups::new();
+        let (first, second) = (join(&wakeups, 1), join(&wakeups, 2));
+        let attempt = tries(&first).unwrap();
+        drop(first);
+        assert!(!asks(&second));
+        wakeups.message(&CHANNEL);
+        assert!(!asks(&second), "even with a reason to try");
+        assert!(is_notified(&second).await);
+        drop(attempt);
+        assert!(is_notified(&second).await);
+        assert!(asks(&second));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn who_comes_after_an_attempt_that_told_nothing_asks_for_itself() {
+        let (wakeups, _changes) = Wakeups::new();
+        let first = join(&wakeups, 1);
+        let attempt = tries(&first).unwrap();
+        let second = join(&wakeups, 2);
+        drop(first);
+        drop(attempt);
+        assert!(asks(&second));
+        let third = join(&wakeups, 3);
+        drop(second);
+        assert!(!asks(&third), "the one before was told that the lock is held");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lane_lives_as_long_as_its_attempt() {
+        let (wakeups, _changes) = Wakeups::new();
+        let place = join(&wakeups, 1);
+        let attempt = tries(&place).unwrap();
+        drop(place);
+        assert_eq!(wakeups.channels(), 1);
+        let next = join(&wakeups, 2);
+        assert!(!asks(&next));
+        drop(next);
+        drop(attempt);
+        assert_eq!(wakeups.channels(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_waiter_that_is_not_polled_gives_way() {
+        let (wakeups, _changes) = Wakeups::new();
+        let (parked, second, third) = (join(&wakeups, 1), join(&wakeups, 2), join(&wakeups, 3));
+        assert!(asks(&parked));
+        wakeups.message(&CHANNEL);
+        assert!(!asks(&third));
+        tokio::time::advance(2 * PACE.recheck).await;
+        assert!(!asks(&third), "the second comes first");
+        assert!(is_notified(&second).await);
+        assert!(asks(&second));
+        drop(second);
+        assert!(!asks(&third));
+        assert!(!asks(&parked), "it is last now");
+        drop(third);
+        wakeups.message(&CHANNEL);
+        assert!(asks(&parked));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_attempt_that_is_not_polled_gives_way_and_one_that_goes_on_does_not() {
+        let (wakeups, _changes) = Wakeups::new();
+        let (parked, second) = (join(&wakeups, 1), join(&wakeups, 2));
+        let attempt = tries(&parked).unwrap();
+        tokio::time::advance(PACE.recheck + PACE.grace).await;
+        attempt.goes_on();
+        tokio::time::advance(PACE.recheck + PACE.grace).await;
+        assert!(!asks(&second));
+        tokio::time::advance(PACE.recheck).await;
+        let other = tries(&second).unwrap();
+        drop(attempt);
+        assert!(!asks(&second), "the older attempt ends nobody else's");
+        drop(other);
+        drop(parked);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_channel_is_wanted_while_somebody_sleeps_and_not_longer() {
+        let (wakeups, mut changes) = Wakeups::new();
+        let place = join(&wakeups, 1);
+        assert!(asks(&place));
+        assert!(!wakeups.wants(&CHANNEL), "nobody sleeps yet");
+        assert!(!asks(&place));
+        assert!(wakeups.wants(&CHANNEL));
+        assert_eq!(changes.try_recv(), Ok(CHANNEL));
+        wakeups.confirmed(&CHANNEL);
+        assert!(asks(&place), "a message may have been missed before the confirmation");
+        drop(place);
+        assert!(!wakeups.wants(&CHANNEL));
+        assert_eq!(changes.try_recv(), Ok(CHANNEL));
+        assert_eq!(wakeups.channels(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lost_connection_wakes_everybody_and_asks_again() {
+        let (wakeups, mut changes) = Wakeups::new();
+        let place = join(&wakeups, 1);
+        assert!(asks(&place));
+        assert!(!asks(&place));
+        wakeups.confirmed(&CHANNEL);
+        assert!(asks(&place));
+        changes.try_recv().unwrap();
+        wakeups.interrupted();
+        assert_eq!(changes.try_recv(), Ok(CHANNEL));
+        assert!(asks(&place));
+        wakeups.missed();
+        assert!(asks(&place));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn waiters_of_one_holder_hear_that_it_was_granted() {
+        let (wakeups, _changes) = Wakeups::new();
+        let (_first, second, other) = (join(&wakeups, 1), join(&wakeups, 1), join(&wakeups, 2));
+        wakeups.holder_granted(&CHANNEL, &Bytes::from_static(b"stock"), 1);
+        assert!(is_notified(&second).await);
+        assert!(!is_notified(&other).await);
+    }
+}
