@@ -15,6 +15,8 @@ use crate::link::{Event, PubSub, Subscribed};
 mod lane;
 mod sync;
 mod table;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use lane::{Pace, Standing};
 pub(crate) use table::{InFlight, Place, Turn, Wakeups};
