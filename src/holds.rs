@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
+use crate::error::LostReason;
 use crate::lease::Lease;
 use crate::locks::{Ident, Kind};
 
@@ -25,6 +26,8 @@ pub(crate) struct Entry {
     pub(crate) kind: &'static dyn Kind,
     pub(crate) turn: Arc<tokio::sync::Mutex<()>>,
     lease: Mutex<Option<Arc<Lease>>>,
+    /// Forgotten holds of earlier possessions that were lost, of which nobody has been told. They keep the entry.
+    owed: Mutex<Vec<(LostReason, EntryRef)>>,
 }
 
 impl Entry {
@@ -40,7 +43,23 @@ impl Entry {
 
     pub(crate) fn set_lease(&self, lease: Option<Arc<Lease>>) {
         // The old one is dropped outside the lock.
-        let _old = std::mem::replace(&mut *self.lease.lock(), lease);
+        let old = std::mem::replace(&mut *self.lease.lock(), lease);
+        if let Some((reason, old)) = old.and_then(|old| Some((old.lost()?, old))) {
+            self.owed.lock().extend(old.take_forgotten().into_iter().map(|entry| (reason, entry)));
+        }
+    }
+
+    /// Takes a forgotten hold of an earlier possession that was lost, to tell of it.
+    pub(crate) fn claim_owed(&self) -> Option<LostReason> {
+        let owed = self.owed.lock().pop();
+        owed.map(|(reason, _entry)| reason)
+    }
+
+    /// Lets go of what keeps it: nobody will ask any more.
+    fn let_go(&self) {
+        let kept: Vec<_> = self.latest().into_iter().flat_map(|lease| lease.take_forgotten()).collect();
+        let owed = std::mem::take(&mut *self.owed.lock());
+        drop((kept, owed));
     }
 }
 
@@ -86,7 +105,13 @@ impl Holds {
     pub(crate) fn entry(self: &Arc<Self>, ident: &Arc<Ident>, kind: &'static dyn Kind) -> EntryRef {
         let key = (ident.keys.name.clone(), ident.holder.thread_id());
         let entry = Arc::clone(self.table.lock().entries.entry(key).or_insert_with(|| {
-            Arc::new(Entry { ident: Arc::clone(ident), kind, turn: Arc::default(), lease: Mutex::new(None) })
+            Arc::new(Entry {
+                ident: Arc::clone(ident),
+                kind,
+                turn: Arc::default(),
+                lease: Mutex::default(),
+                owed: Mutex::default(),
+            })
         }));
         EntryRef { entry: Some(entry), holds: Arc::clone(self) }
     }
@@ -133,7 +158,7 @@ impl Holds {
     pub(crate) fn clear(&self) {
         let entries: Vec<_> = self.table.lock().entries.values().cloned().collect();
         // A forgotten hold and its entry keep each other.
-        entries.iter().filter_map(|entry| entry.latest()).for_each(|lease| lease.let_go());
+        entries.iter().for_each(|entry| entry.let_go());
     }
 
     /// Sets when the scheduler looks at a lease.

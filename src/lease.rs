@@ -227,10 +227,9 @@ impl Lease {
         drop(spare);
     }
 
-    /// Lets go of the entries that forgotten holds keep: nobody will ask for them any more.
-    pub(crate) fn let_go(&self) {
-        let kept: Vec<_> = self.state.lock().holds.iter_mut().filter_map(|hold| hold.forgotten.take()).collect();
-        drop(kept);
+    /// Takes the entries that forgotten holds keep.
+    pub(crate) fn take_forgotten(&self) -> Vec<EntryRef> {
+        self.state.lock().holds.iter_mut().filter_map(|hold| hold.forgotten.take()).collect()
     }
 
     /// Takes the newest hold that no guard stands for, so that nobody else can: it belongs to the caller, who releases it.

@@ -248,6 +248,35 @@ async fn a_forgotten_hold_that_ran_out_is_told_by_its_unlock() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_forgotten_hold_that_was_lost_is_remembered_while_its_holder_locks_again() {
+    let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
+    let lock = bench.lock.clone();
+    let holder = Holder::new();
+    let mut lose_one = async || {
+        let guard = lock.lock().with_holder(holder).await.unwrap();
+        let lost = guard.lost();
+        guard.forget();
+        bench.delete();
+        assert_eq!(tokio::time::timeout(LIMIT, lost).await.expect("a renewal finds out"), LostReason::Gone);
+    };
+    lose_one().await;
+    // Another possession, of a guard: it is not touched, and what was lost is told.
+    let guard = lock.lock().with_holder(holder).await.unwrap();
+    assert_lost(lock.unlock().with_holder(holder).await, LostReason::Gone);
+    assert_not_held(lock.unlock().with_holder(holder).await);
+    assert!(!guard.is_lost());
+    guard.unlock().await.unwrap();
+
+    // One that is there is given back first, so that nothing stays behind.
+    lose_one().await;
+    lock.lock().with_holder(holder).await.unwrap().forget();
+    lock.unlock().with_holder(holder).await.unwrap();
+    assert_eq!(bench.count(), 0);
+    assert_lost(lock.unlock().with_holder(holder).await, LostReason::Gone);
+    assert_not_held(lock.unlock().with_holder(holder).await);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();

@@ -48,8 +48,7 @@ impl LockGuard {
 
     /// Keeps the hold without a guard: it stays held, and renewed if it was taken without a lease, until
     /// [`ReentrantLock::unlock`](crate::ReentrantLock::unlock) gives it back in the holder's scope, or until the client
-    /// ends. One that is lost meanwhile is remembered until `unlock` asks for it, and says so, or until the holder locks
-    /// again.
+    /// ends. One that is lost meanwhile is remembered until `unlock` finds no other hold to give back, and says so.
     pub fn forget(self) {
         self.hold.forget();
     }

@@ -13,6 +13,7 @@ use crate::config::LeaseTime;
 use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
 use crate::holder::Holder;
+use crate::holds::EntryRef;
 use crate::keys::Keys;
 use crate::link::{Call, Failure, Reply};
 use crate::release;
@@ -125,22 +126,12 @@ impl ReentrantLock {
         self.core.ensure_open()?;
         let ident = self.core.ident(&keys, holder);
         let entry = self.core.entry(&ident, &Reentrant);
-        let Some(lease) = entry.latest() else {
-            return self.unlock_unrecorded(&ident).await;
-        };
-        match lease.claim_forgotten() {
-            Some(id) => release::give_back(&self.core, entry, lease, id).await,
-            None if lease.base() > 0 => self.unlock_unrecorded(&ident).await,
-            None => match lease.lost() {
-                Some(reason) => Err(Error::Lost { lock: ident.lock(), reason }),
-                None => Err(Error::NotHeld {
-                    lock: ident.lock(),
-                    problem: format!(
-                        "every hold of {} belongs to a guard: unlock the guard, or forget() it first",
-                        ident.owner()
-                    ),
-                }),
-            },
+        match self.unlock_one(&ident, &entry).await {
+            Err(not_held @ Error::NotHeld { .. }) => Err(match entry.claim_owed() {
+                Some(reason) => Error::Lost { lock: ident.lock(), reason },
+                None => not_held,
+            }),
+            outcome => outcome,
         }
     }
 
@@ -248,6 +239,27 @@ impl ReentrantLock {
         for lease in self.core.holds.leases_of(&keys.name).into_iter().filter(|lease| lease.began <= by) {
             let reason = lease.lose(LostReason::ForceUnlocked);
             crate::renewal::tell_lost(&self.core, &lease, reason, false);
+        }
+    }
+
+    /// Gives back a hold that is there, or tells that the latest possession was lost.
+    async fn unlock_one(&self, ident: &Arc<Ident>, entry: &EntryRef) -> Result<(), Error> {
+        let Some(lease) = entry.latest() else {
+            return self.unlock_unrecorded(ident).await;
+        };
+        match lease.claim_forgotten() {
+            Some(id) => release::give_back(&self.core, entry.clone(), lease, id).await,
+            None if lease.base() > 0 => self.unlock_unrecorded(ident).await,
+            None => match lease.lost() {
+                Some(reason) => Err(Error::Lost { lock: ident.lock(), reason }),
+                None => Err(Error::NotHeld {
+                    lock: ident.lock(),
+                    problem: format!(
+                        "every hold of {} belongs to a guard: unlock the guard, or forget() it first",
+                        ident.owner()
+                    ),
+                }),
+            },
         }
     }
 
