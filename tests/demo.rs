@@ -6,6 +6,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -290,17 +291,22 @@ fn named(server: &Server) -> Command {
     command
 }
 
-/// Cargo builds the examples next to the folder of the tests.
+/// The example as it is now: `cargo test --test demo` alone does not build it.
 fn binary() -> PathBuf {
-    let test = std::env::current_exe().expect("this binary");
-    let target = test.parent().and_then(Path::parent).expect("the target folder");
-    let binary = target.join("examples/flash_sale");
-    assert!(
-        binary.is_file(),
-        "there is no {}; a plain `cargo test` builds it, or `cargo build --example flash_sale`",
-        binary.display()
-    );
-    binary
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    let built = BUILT.get_or_init(|| {
+        let test = std::env::current_exe().expect("this binary");
+        let folder = test.parent().and_then(Path::parent).expect("the profile's folder");
+        let mut build = Command::new(env!("CARGO"));
+        build.current_dir(env!("CARGO_MANIFEST_DIR")).args(["build", "--quiet", "--example", "flash_sale"]);
+        build.arg("--target-dir").arg(folder.parent().expect("the target folder"));
+        if folder.ends_with("release") {
+            build.arg("--release");
+        }
+        assert!(build.status().expect("cargo").success(), "the example does not build");
+        folder.join("examples/flash_sale")
+    });
+    built.clone()
 }
 
 /// The line of the table with this name.

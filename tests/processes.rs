@@ -15,7 +15,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 fn a_counter_that_eight_processes_raise_under_the_lock_is_exact() {
     const PROCESSES: usize = 8;
     const TOTAL: usize = 10_000;
-    let server = Server::start();
+    let server = Server::shared_or_start();
     let mut redis = server.connection();
     let (lock, counter, rounds) = (unique("stock"), unique("counter"), (TOTAL / PROCESSES).to_string());
     let settings = [("URL", &*server.url()), ("LOCK", &lock), ("COUNTER", &counter), ("ROUNDS", &rounds)];
@@ -23,14 +23,14 @@ fn a_counter_that_eight_processes_raise_under_the_lock_is_exact() {
     for worker in &mut workers {
         assert!(worker.ended(LIMIT).success());
     }
-    assert_eq!(redis::cmd("GET").arg(&counter).query(&mut redis), Ok(TOTAL));
+    assert_eq!(redis::cmd("GETDEL").arg(&counter).query(&mut redis), Ok(TOTAL));
     assert_eq!(redis::cmd("EXISTS").arg(&lock).query(&mut redis), Ok(0));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_holder_that_is_killed_frees_its_lock_within_its_lease() {
     const LEASE: Duration = Duration::from_millis(2_000);
-    let server = Server::start();
+    let server = Server::shared_or_start();
     let mut redis = server.connection();
     let (lock, counter) = (unique("stock"), unique("counter"));
     let lease = LEASE.as_millis().to_string();
@@ -44,7 +44,8 @@ async fn a_holder_that_is_killed_frees_its_lock_within_its_lease() {
         async move { lock.lock().await.unwrap() }
     });
     wait_until("the waiter waits", LIMIT, || {
-        !redis::cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(&mut redis).unwrap().is_empty()
+        let channel = format!("redisson_lock__channel:{{{lock}}}");
+        redis::cmd("PUBSUB").arg("NUMSUB").arg(&channel).query(&mut redis) == Ok((channel, 1))
     });
     // Renewed, that is: alive beyond its first lease.
     let begun = Instant::now();
@@ -55,6 +56,7 @@ async fn a_holder_that_is_killed_frees_its_lock_within_its_lease() {
     let guard = timeout(LIMIT, waiter).await.expect("the waiter never got in").unwrap();
     assert!(killed.elapsed() < LEASE + Duration::from_secs(5), "{:?}", killed.elapsed());
     guard.unlock().await.unwrap();
+    redis::cmd("DEL").arg(&counter).exec(&mut redis).unwrap();
 }
 
 /// Raises a counter in two steps that only a lock keeps together, or holds the lock until it is killed.

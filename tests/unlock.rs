@@ -14,8 +14,8 @@ fn count(redis: &mut redis::Connection, lock: &str) -> i64 {
 /// "Holds that belong to a guard are not touched": one hold was handed over, one is a guard's; two unlocks at once.
 #[tokio::test]
 async fn unlocks_at_once_leave_the_guards_hold_alone() {
-    let server = Server::start();
-    let name = unique("adv");
+    let server = Server::shared_or_start();
+    let name = unique("stock");
     let id = ClientId::random();
     let mut redis = server.connection();
     let () = redis::cmd("HSET").arg(&name).arg(format!("{id}:7")).arg(1).query(&mut redis).unwrap();
@@ -43,8 +43,8 @@ async fn unlocks_at_once_leave_the_guards_hold_alone() {
 /// background"), so it is asked again.
 #[tokio::test]
 async fn an_unlock_that_is_asked_again_after_a_timeout_leaves_the_guards_hold_alone() {
-    let server = Server::start();
-    let name = unique("adv");
+    let server = Server::shared_or_start();
+    let name = unique("stock");
     let id = ClientId::random();
     let mut redis = server.connection();
     let () = redis::cmd("HSET").arg(&name).arg(format!("{id}:7")).arg(1).query(&mut redis).unwrap();
@@ -68,8 +68,8 @@ async fn an_unlock_that_is_asked_again_after_a_timeout_leaves_the_guards_hold_al
 /// Nothing was handed over at all: an unlock that meets a lock() of the same holder under way.
 #[tokio::test]
 async fn an_unlock_beside_a_lock_leaves_the_guards_hold_alone() {
-    let server = Server::start();
-    let name = unique("adv");
+    let server = Server::shared_or_start();
+    let name = unique("stock");
     let client = LockClient::connect(&server.url()).await.unwrap();
     let rival = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(&name);
@@ -86,8 +86,8 @@ async fn an_unlock_beside_a_lock_leaves_the_guards_hold_alone() {
 /// Three holds without guards, three unlocks at once: each gives one back.
 #[tokio::test]
 async fn as_many_unlocks_at_once_as_forgotten_holds_free_the_lock() {
-    let server = Server::start();
-    let name = unique("adv");
+    let server = Server::shared_or_start();
+    let name = unique("stock");
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(&name);
     let mut redis = server.connection();
