@@ -83,3 +83,40 @@ mod tests {
         assert!(name.len() < 200, "{name}");
     }
 }
+
+#[cfg(test)]
+mod properties {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn name() -> impl Strategy<Value = String> {
+        let odd = prop::sample::select("{}\0\r\n :\u{202e}\u{10ffff}é".chars().collect::<Vec<_>>());
+        let text = prop::collection::vec(prop_oneof![odd, any::<char>()], 0..20).prop_map(String::from_iter);
+        (text, prop_oneof![4 => Just(1), 1 => 1..2 * MAX_NAME_LEN]).prop_map(|(text, times)| text.repeat(times))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
+
+        #[test]
+        fn any_name_is_refused_or_taken_as_it_is(name in name()) {
+            match Keys::reentrant(&name) {
+                Ok(keys) => {
+                    prop_assert!((1..=MAX_NAME_LEN).contains(&name.len()));
+                    prop_assert_eq!(&keys.name, name.as_bytes());
+                    prop_assert_eq!(keys.display(), name.as_str());
+                    let tag = keys.channel.strip_prefix(b"redisson_lock__channel:").expect("the prefix");
+                    let inner = if name.contains('{') { Some(tag) } else { tag.strip_prefix(b"{") };
+                    let inner = if name.contains('{') { inner } else { inner.and_then(|tag| tag.strip_suffix(b"}")) };
+                    prop_assert_eq!(inner, Some(name.as_bytes()));
+                }
+                Err(error) => {
+                    prop_assert!(!(1..=MAX_NAME_LEN).contains(&name.len()));
+                    let Error::InvalidName { name: told, .. } = &error else { panic!("{error:?}") };
+                    prop_assert!(told.len() < 300 && error.to_string().len() < 1_000);
+                }
+            }
+        }
+    }
+}

@@ -4,6 +4,8 @@
 //! apart from its arguments, so that a link to a cluster can route it, and a call is a value that
 //! is handed over before it is awaited, so that a link may gather several into one write.
 
+use std::fmt;
+
 use bytes::Bytes;
 
 mod client;
@@ -63,6 +65,17 @@ pub(crate) enum Failure {
     Closed,
     /// The call was sent, or may have been; it may run, may have run, or may be lost.
     Unknown(String),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure::Server(message) => write!(f, "the server says: {message}"),
+            Failure::NotSent(detail) => write!(f, "not sent: {detail}"),
+            Failure::Closed => f.write_str("not sent: the client is shut down"),
+            Failure::Unknown(detail) => write!(f, "no answer: {detail}"),
+        }
+    }
 }
 
 impl Failure {

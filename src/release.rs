@@ -356,7 +356,7 @@ pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: Lease
         let moot = Instant::now() + lease.duration();
         // The holds that stay are entitled to nothing new, and an expiry is never shortened.
         if let Err(failure) = told_to_leave(&worker, &entry, leave, LeaseTime::SHORTEST, moot).await {
-            tracing::warn!(lock = %entry.ident.lock(), ?failure, "an unknown outcome could not be settled; its lease will run out");
+            tracing::warn!(lock = %entry.ident.lock(), %failure, "an unknown outcome could not be settled; its lease will run out");
         }
         drop(turn);
     });

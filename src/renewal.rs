@@ -1,6 +1,7 @@
 //! The one scheduler that keeps leases alive, and that tells when one is lost.
 
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use crate::core::Core;
 use crate::error::LostReason;
 use crate::holds::Holds;
 use crate::lease::{Lease, Proof, Upkeep};
+use crate::link::Failure;
 use crate::locks::{Kind, Renewed};
 
 /// Sets a lease's next look after a confirmed script that was sent at `sent`.
@@ -43,11 +45,12 @@ pub(crate) async fn supervise(core: Weak<Core>, holds: Arc<Holds>, mut stop: wat
 }
 
 async fn run(core: &Weak<Core>, holds: &Holds) {
+    let outage = Outage::default();
     let mut renewals = FuturesUnordered::new();
     loop {
         let Some(strong) = core.upgrade() else { return };
         for batch in look(&strong) {
-            renewals.push(renew(Arc::clone(&strong), batch));
+            renewals.push(renew(Arc::clone(&strong), batch, &outage));
         }
         drop(strong);
         let next = holds.next_look();
@@ -94,7 +97,7 @@ fn same_kind(one: &'static dyn Kind, other: &'static dyn Kind) -> bool {
     std::ptr::addr_eq(one, other)
 }
 
-async fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>) {
+async fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
     let time = core.config.watchdog_timeout;
     let kind = batch[0].kind;
     let idents: Vec<_> = batch.iter().map(|lease| Arc::clone(&lease.ident)).collect();
@@ -102,9 +105,12 @@ async fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>) {
     let reply = core.link.call(kind.renew(&idents, time)).await;
     let answers = reply.and_then(|reply| kind.renewed(reply, batch.len()));
     let answers = match answers {
-        Ok(answers) => answers,
+        Ok(answers) => {
+            outage.over();
+            answers
+        }
         Err(failure) => {
-            tracing::warn!(locks = batch.len(), ?failure, "a renewal was not answered; it is tried again");
+            outage.goes_on(&failure);
             batch.iter().for_each(|lease| again(&core, lease));
             return;
         }
@@ -128,6 +134,24 @@ async fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>) {
                 tracing::warn!(lock = %lease.ident.lock(), message, "the server refused a renewal; it is tried again");
                 again(&core, lease);
             }
+        }
+    }
+}
+
+/// Tells of an outage once, not with each renewal.
+#[derive(Default)]
+struct Outage(AtomicBool);
+
+impl Outage {
+    fn goes_on(&self, failure: &Failure) {
+        if !self.0.swap(true, Ordering::Relaxed) {
+            tracing::warn!(%failure, "renewals are not answered; they are tried again until the leases are over");
+        }
+    }
+
+    fn over(&self) {
+        if self.0.swap(false, Ordering::Relaxed) {
+            tracing::info!("renewals are answered again");
         }
     }
 }

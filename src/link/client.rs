@@ -72,7 +72,7 @@ impl Link {
             let args = vec![Value::from_static_str("LOAD"), Value::from_static_str(script.text)];
             if let Err(failure) = say(&line, load, args).await {
                 // Not needed for being right: a script that the server does not know is sent whole.
-                tracing::debug!(?failure, "scripts could not be loaded in advance");
+                tracing::debug!(%failure, "scripts could not be loaded in advance");
                 break;
             }
         }
@@ -284,7 +284,7 @@ async fn fence(line: &Line, unfenced: &mut Vec<Identity>) -> bool {
             Ok(_) => {}
             Err(failure) if failure.is_passing() => return false,
             Err(failure) => {
-                tracing::debug!(?failure, "an old connection's late calls cannot be ruled out");
+                tracing::debug!(%failure, "an old connection's late calls cannot be ruled out");
             }
         }
         unfenced.pop();

@@ -139,3 +139,133 @@ fn refused(problem: &str) -> Error {
         allowed: "redis://[user[:password]@]host[:port][/database]",
     }
 }
+
+#[cfg(test)]
+mod properties {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Splits an inline command as the server does (`sdssplitargs` in its `sds.c`).
+    fn split(line: &[u8]) -> Option<Vec<Vec<u8>>> {
+        let mut words = Vec::new();
+        let mut rest = line.trim_ascii_start();
+        while !rest.is_empty() {
+            let mut word = Vec::new();
+            let mut quote = None;
+            loop {
+                match (quote, rest) {
+                    (None, []) => break,
+                    (None, [b' ' | b'\n' | b'\r' | b'\t' | 0, ..]) => break,
+                    (None, [b'"', ..]) => quote = Some(b'"'),
+                    (None, [b'\'', ..]) => quote = Some(b'\''),
+                    (Some(_), []) => return None,
+                    (Some(b'"'), [b'\\', b'x', high, low, ..])
+                        if high.is_ascii_hexdigit() && low.is_ascii_hexdigit() =>
+                    {
+                        let digits = std::str::from_utf8(&rest[2..4]).expect("ASCII");
+                        word.push(u8::from_str_radix(digits, 16).expect("hex"));
+                        rest = &rest[3..];
+                    }
+                    (Some(b'"'), [b'\\', escaped, ..]) => {
+                        word.push(match escaped {
+                            b'n' => b'\n',
+                            b'r' => b'\r',
+                            b't' => b'\t',
+                            b'b' => 8,
+                            b'a' => 7,
+                            other => *other,
+                        });
+                        rest = &rest[1..];
+                    }
+                    (Some(b'\''), [b'\\', b'\'', ..]) => {
+                        word.push(b'\'');
+                        rest = &rest[1..];
+                    }
+                    (Some(closing), [byte, after @ ..]) if *byte == closing => {
+                        if after.first().is_some_and(|next| !next.is_ascii_whitespace()) {
+                            return None;
+                        }
+                        rest = after;
+                        break;
+                    }
+                    (_, [byte, ..]) => word.push(*byte),
+                }
+                rest = &rest[1..];
+            }
+            words.push(word);
+            rest = rest.trim_ascii_start();
+        }
+        Some(words)
+    }
+
+    fn odd_text(longest: usize) -> impl Strategy<Value = String> {
+        let odd = prop::sample::select("\0\r\n\t \"'\\:/@?#%xnrt0af\u{7f}\u{85}é".chars().collect::<Vec<_>>());
+        prop::collection::vec(prop_oneof![odd, any::<char>()], 0..longest).prop_map(String::from_iter)
+    }
+
+    fn escaped(text: &str) -> String {
+        text.bytes().map(|byte| format!("%{byte:02X}")).collect()
+    }
+
+    fn parse(url: &str) -> Result<Settings, Error> {
+        Settings::parse(url, Duration::from_secs(1), Duration::from_secs(1))
+    }
+
+    #[test]
+    fn the_split_is_the_servers() {
+        let split = |line: &str| split(line.as_bytes()).map(|words| words.len());
+        assert_eq!(split(r#"HELLO 3 "a b" 'c d' e"f g""#), Some(5));
+        assert_eq!(split(r#"AUTH "\x20\"\\""#), Some(2));
+        assert_eq!(split(r#"AUTH "a"b"#), None);
+        assert_eq!(split(r#"AUTH "a"#), None);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, cases: 1_000, ..Default::default() })]
+
+        #[test]
+        fn the_server_reads_any_secret_as_it_was(secret in odd_text(20)) {
+            let line = format!("HELLO 3 AUTH default {} SETNAME x", inline(&secret));
+            prop_assert!(line.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic()), "{line:?}");
+            let words = split(line.as_bytes()).expect("balanced quotes");
+            prop_assert_eq!(words.len(), 7);
+            prop_assert_eq!(words[4].as_slice(), secret.as_bytes());
+        }
+
+        #[test]
+        fn any_login_is_kept_and_not_shown(user in odd_text(8), more in odd_text(8), database in 0..300_u16) {
+            const SECRET: &str = "Tr0ub4dor3";
+            let password = format!("{SECRET}{more}");
+            let url = format!("redis://{}:{}@localhost:6380/{database}", escaped(&user), escaped(&password));
+            match parse(&url) {
+                Ok(settings) => {
+                    prop_assert!(database < 256);
+                    prop_assert_eq!(settings.config.database, u8::try_from(database).ok());
+                    let named = (!user.is_empty()).then(|| inline(&user));
+                    prop_assert_eq!(&settings.config.username, &named);
+                    prop_assert_eq!(&settings.config.password, &Some(inline(&password)));
+                    prop_assert_eq!(settings.address(), "localhost:6380");
+                    let shown = format!("{settings:?} {settings:#?}");
+                    prop_assert!(!shown.contains(SECRET));
+                }
+                Err(error) => {
+                    prop_assert!(database > 255, "{error}");
+                    let shown = format!("{error} {error:?}");
+                    prop_assert!(!shown.contains(SECRET));
+                }
+            }
+        }
+
+        #[test]
+        fn any_text_is_parsed_or_refused(scheme in "(redis(s|-cluster|-sentinel)?|valkeys?|[a-z+]{0,4})", text in odd_text(30)) {
+            for url in [&text, &format!("{scheme}://{text}"), &format!("{scheme}:{text}")] {
+                if let Err(error) = parse(url) {
+                    let is_typed = matches!(error, Error::InvalidConfig { setting: "url", .. });
+                    prop_assert!(is_typed, "{error:?}");
+                    prop_assert!(!error.to_string().chars().any(char::is_control), "{error:?}");
+                }
+            }
+        }
+    }
+}

@@ -203,3 +203,128 @@ mod tests {
         assert_eq!(answer(reply).unwrap().code, REFUSED);
     }
 }
+
+#[cfg(test)]
+mod properties {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::locks::reentrant::Reentrant;
+    use crate::locks::{Acquired, Kind, Released, Renewed};
+
+    /// Values as scripts answer them, and all others.
+    fn reply() -> impl Strategy<Value = Reply> {
+        let text = prop_oneof![
+            "-?[0-9]{0,20}".prop_map(String::into_bytes),
+            prop::collection::vec(any::<u8>(), 0..12),
+            Just(b"WRONGTYPE Operation".to_vec()),
+        ];
+        let one = prop_oneof![
+            1 => Just(Reply::Nil),
+            3 => (-1..5_i64).prop_map(Reply::Int),
+            1 => any::<i64>().prop_map(Reply::Int),
+            3 => text.prop_map(|text| Reply::Text(text.into())),
+        ];
+        one.prop_recursive(3, 24, 7, |one| prop::collection::vec(one, 0..7).prop_map(Reply::List))
+    }
+
+    /// Mostly of the shape that scripts answer.
+    fn pairs() -> impl Strategy<Value = Reply> {
+        prop_oneof![
+            1 => reply(),
+            3 => prop::collection::vec(reply(), 0..7).prop_map(Reply::List),
+            3 => (0..5_i64, reply()).prop_map(|(code, detail)| Reply::List(vec![Reply::Int(code), detail])),
+        ]
+    }
+
+    /// Code and number, if the reply has one pair of them for each lock.
+    fn numbers(reply: &Reply, locks: usize) -> Option<Vec<(i64, Option<i64>)>> {
+        let Reply::List(values) = reply else { return None };
+        let pairs = values.chunks(2).map(|pair| match pair {
+            [Reply::Int(code), detail] => Some((*code, detail.as_int())),
+            _ => None,
+        });
+        pairs.collect::<Option<Vec<_>>>().filter(|pairs| pairs.len() == locks)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, cases: 2_000, ..Default::default() })]
+
+        #[test]
+        fn any_reply_is_read_whole_or_not_at_all(reply in pairs(), locks in 0..4_usize) {
+            let expected = numbers(&reply, locks);
+            match answers(reply, locks) {
+                Ok(answers) => {
+                    let expected = expected.expect("a pair for each lock");
+                    prop_assert_eq!(answers.len(), locks);
+                    for (answer, (code, number)) in answers.into_iter().zip(expected) {
+                        prop_assert!(answer.refusal.is_some() || (answer.code, Some(answer.number)) == (code, number));
+                        prop_assert!(answer.refusal.is_none() || answer.code == REFUSED);
+                    }
+                }
+                Err(failure) => {
+                    prop_assert!(matches!(failure, Failure::Unknown(_)));
+                    prop_assert_eq!(expected, None);
+                }
+            }
+        }
+
+        #[test]
+        fn only_a_whole_reply_that_says_so_grants_or_frees(reply in pairs()) {
+            let told = numbers(&reply, 1).map(|told| told[0]);
+            let says = |wanted: i64| matches!(told, Some((code, Some(_))) if code == wanted);
+            match Reentrant.acquired(reply.clone()) {
+                Ok(Acquired::Granted) => prop_assert!(says(1)),
+                Ok(Acquired::Held(_)) => prop_assert!(says(0)),
+                Ok(Acquired::Other(count)) => prop_assert_eq!(told, Some((2, Some(count)))),
+                Err(Failure::Server(_)) => prop_assert!(told.is_some()),
+                Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
+            }
+            match Reentrant.released(reply.clone()) {
+                Ok(Released::Freed) => prop_assert!(says(1)),
+                Ok(Released::Left) => prop_assert!(says(0)),
+                Ok(Released::Below(count)) => prop_assert_eq!(told, Some((2, Some(count)))),
+                Err(Failure::Server(_)) => prop_assert!(told.is_some()),
+                Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
+            }
+            match Reentrant.counted(reply) {
+                Ok(count) => prop_assert!(matches!(told, Some((_, Some(number))) if number == count)),
+                Err(Failure::Server(_)) => prop_assert!(told.is_some()),
+                Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
+            }
+        }
+
+        #[test]
+        fn a_renewal_is_believed_lock_by_lock(reply in pairs(), locks in 1..4_usize) {
+            let told = numbers(&reply, locks);
+            if let Ok(renewed) = Reentrant.renewed(reply, locks) {
+                let told = told.expect("a pair for each lock");
+                for (renewed, (code, number)) in renewed.into_iter().zip(told) {
+                    match renewed {
+                        Renewed::Yes => prop_assert!(code == 1 && number.is_some()),
+                        Renewed::Gone => prop_assert!(code == 0 && number.is_some()),
+                        Renewed::Refused(_) => prop_assert!(code == REFUSED || number.is_none()),
+                    }
+                }
+            }
+        }
+    }
+
+    /// No script answers so: what it did is not known, and a server's refusal would say that it did nothing.
+    #[test]
+    fn a_grant_without_its_count_is_an_unknown_outcome() {
+        for detail in [Reply::Nil, Reply::List(vec![])] {
+            let outcome = Reentrant.acquired(Reply::List(vec![Reply::Int(1), detail]));
+            assert!(matches!(outcome, Err(Failure::Unknown(_))), "{outcome:?}");
+        }
+    }
+
+    /// A refusal, or a code that `count` does not have, is no count.
+    #[test]
+    fn a_code_that_is_not_listed_is_no_count() {
+        for code in [0, 2, REFUSED, 7] {
+            let outcome = Reentrant.counted(Reply::List(vec![Reply::Int(code), Reply::Int(5)]));
+            assert!(matches!(outcome, Err(Failure::Unknown(_))), "{code}: {outcome:?}");
+        }
+    }
+}
