@@ -49,10 +49,19 @@ impl Entry {
         }
     }
 
-    /// Takes a forgotten hold of an earlier possession that was lost, to tell of it.
-    pub(crate) fn claim_owed(&self) -> Option<LostReason> {
+    /// Remembers a hold that was lost and that no guard stands for.
+    pub(crate) fn owe(&self, reason: LostReason, entry: EntryRef) {
+        self.owed.lock().push((reason, entry));
+    }
+
+    /// What an unlock has to tell that found nothing to give back: a forgotten hold that was lost is told of once, a
+    /// guard's for as long as the guard is there.
+    pub(crate) fn claim_loss(&self) -> Option<LostReason> {
         let owed = self.owed.lock().pop();
-        owed.map(|(reason, _entry)| reason)
+        match owed {
+            Some((reason, _entry)) => Some(reason),
+            None => self.latest().filter(|lease| lease.held() > 0)?.lost(),
+        }
     }
 
     /// Lets go of what keeps it: nobody will ask any more.

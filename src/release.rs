@@ -187,7 +187,12 @@ impl Hold {
     /// Keeps it without a guard.
     pub(crate) fn forget(mut self) {
         self.settled = true;
-        self.lease.forget(self.id, self.entry.clone());
+        let latest = self.entry.latest().is_some_and(|latest| Arc::ptr_eq(&latest, &self.lease));
+        match self.lease.lost() {
+            // Its holder has locked again since: this possession is asked for nothing any more.
+            Some(reason) if !latest => self.entry.owe(reason, self.entry.clone()),
+            _ => self.lease.forget(self.id, self.entry.clone()),
+        }
     }
 }
 

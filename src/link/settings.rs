@@ -43,6 +43,10 @@ impl Settings {
         let mut config = Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
         // Push messages beside replies, and maps as maps (https://github.com/redis/redis-specifications, RESP3).
         config.version = RespVersion::RESP3;
+        if config.username.as_deref().is_some_and(|user| !user.is_empty()) {
+            // The client library names the user only beside a password; one without has the empty one.
+            config.password.get_or_insert_default();
+        }
         config.username = config.username.as_deref().map(inline);
         config.password = config.password.as_deref().map(inline);
         Ok(Self { config, connect_timeout, command_timeout })

@@ -127,7 +127,7 @@ impl ReentrantLock {
         let ident = self.core.ident(&keys, holder);
         let entry = self.core.entry(&ident, &Reentrant);
         match self.unlock_one(&ident, &entry).await {
-            Err(not_held @ Error::NotHeld { .. }) => Err(match entry.claim_owed() {
+            Err(not_held @ Error::NotHeld { .. }) => Err(match entry.claim_loss() {
                 Some(reason) => Error::Lost { lock: ident.lock(), reason },
                 None => not_held,
             }),
@@ -242,7 +242,7 @@ impl ReentrantLock {
         }
     }
 
-    /// Gives back a hold that is there, or tells that the latest possession was lost.
+    /// Gives back a hold that no guard stands for.
     async fn unlock_one(&self, ident: &Arc<Ident>, entry: &EntryRef) -> Result<(), Error> {
         let Some(lease) = entry.latest() else {
             return self.unlock_unrecorded(ident).await;
@@ -250,16 +250,13 @@ impl ReentrantLock {
         match lease.claim_forgotten() {
             Some(id) => release::give_back(&self.core, entry.clone(), lease, id).await,
             None if lease.base() > 0 => self.unlock_unrecorded(ident).await,
-            None => match lease.lost() {
-                Some(reason) => Err(Error::Lost { lock: ident.lock(), reason }),
-                None => Err(Error::NotHeld {
-                    lock: ident.lock(),
-                    problem: format!(
-                        "every hold of {} belongs to a guard: unlock the guard, or forget() it first",
-                        ident.owner()
-                    ),
-                }),
-            },
+            None => Err(Error::NotHeld {
+                lock: ident.lock(),
+                problem: format!(
+                    "every hold of {} belongs to a guard: unlock the guard, or forget() it first",
+                    ident.owner()
+                ),
+            }),
         }
     }
 
@@ -445,7 +442,8 @@ impl Kind for Reentrant {
     }
 
     fn counted(&self, reply: Reply) -> Result<i64, Failure> {
-        Ok(accepted(answer(reply)?)?.number)
+        let answer = accepted(answer(reply)?)?;
+        if answer.code == 1 { Ok(answer.number) } else { Err(unlisted(&answer)) }
     }
 }
 

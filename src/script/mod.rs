@@ -105,10 +105,11 @@ pub(crate) fn answers(reply: Reply, locks: usize) -> Result<Vec<Answer>, Failure
             (Reply::Int(code), detail) => match detail.as_int() {
                 Some(number) => Ok(Answer { code: *code, number, refusal: None }),
                 // A count that is no number, put there by somebody else's hand.
-                None => {
+                None if matches!(detail, Reply::Text(_)) => {
                     let refusal = Some(format!("ERR the hold count is not a number: {detail:?}"));
                     Ok(Answer { code: REFUSED, number: 0, refusal })
                 }
+                None => Err(malformed(&reply)),
             },
             _ => Err(malformed(&reply)),
         })
@@ -241,7 +242,7 @@ mod properties {
     fn numbers(reply: &Reply, locks: usize) -> Option<Vec<(i64, Option<i64>)>> {
         let Reply::List(values) = reply else { return None };
         let pairs = values.chunks(2).map(|pair| match pair {
-            [Reply::Int(code), detail] => Some((*code, detail.as_int())),
+            [Reply::Int(code), detail @ (Reply::Int(_) | Reply::Text(_))] => Some((*code, detail.as_int())),
             _ => None,
         });
         pairs.collect::<Option<Vec<_>>>().filter(|pairs| pairs.len() == locks)

@@ -1,0 +1,283 @@
+//! The scripts by themselves against the model, each sent once or twice.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use proptest::test_runner::TestCaseResult;
+use redis::{Connection, Value, cmd};
+
+use crate::check;
+use crate::support::server::{Server, unique, wait_until};
+
+const ACQUIRE: &str = include_str!("../../lua/v1/acquire.lua");
+const RELEASE: &str = include_str!("../../lua/v1/release.lua");
+const RENEW: &str = include_str!("../../lua/v1/renew.lua");
+const FORCE_UNLOCK: &str = include_str!("../../lua/v1/force_unlock.lua");
+const COUNT: &str = include_str!("../../lua/v1/count.lua");
+
+const OWNERS: [&str; 3] = [
+    "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:52",
+    "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:53",
+    "0b8d1a57-6f3e-4a61-8a59-6d2f0d3a7c20:52",
+];
+
+/// How far clocks may be apart, and numbers rounded, ms.
+const SLACK: i64 = 100;
+
+/// One call, or something that happens to the key.
+#[derive(Debug, Clone)]
+enum Step {
+    Acquire {
+        owner: usize,
+        lease: i64,
+        before: i64,
+        target: i64,
+    },
+    /// As a client does it that knows the count.
+    Reenter {
+        owner: usize,
+        lease: i64,
+    },
+    Release {
+        owner: usize,
+        lease: i64,
+        leave: i64,
+    },
+    GiveBack {
+        owner: usize,
+        lease: i64,
+    },
+    Renew {
+        owner: usize,
+        lease: i64,
+    },
+    ForceUnlock,
+    Count {
+        owner: usize,
+    },
+    Expire,
+}
+
+/// A lock: its owner, the count, and between which two moments it expires (ms since the case began).
+type State = Option<(usize, i64, (i64, i64))>;
+
+/// What a call answers, and how often it has to be published that the lock is free.
+#[derive(Debug, PartialEq, Eq)]
+enum Answer {
+    Is(i64, String),
+    /// Somebody else holds the lock, for that long.
+    Held,
+}
+
+fn is(code: i64, detail: impl ToString) -> Answer {
+    Answer::Is(code, detail.to_string())
+}
+
+/// What a call does by its header.
+fn apply(state: &mut State, step: &Step, ran: (i64, i64)) -> Answer {
+    let longer = |expires: (i64, i64), lease: i64| (expires.0.max(ran.0 + lease), expires.1.max(ran.1 + lease));
+    match (step, state.as_mut()) {
+        (Step::Acquire { owner, lease, before: 0, target }, None) => {
+            *state = Some((*owner, *target, (ran.0 + lease, ran.1 + lease)));
+            is(1, target)
+        }
+        (Step::Acquire { .. }, None) => is(2, 0),
+        (Step::Acquire { owner, .. }, Some((other, ..))) if owner != other => Answer::Held,
+        (Step::Acquire { lease, before, target, .. }, Some((_, count, expires))) => {
+            if count != before && count != target {
+                return is(2, count);
+            }
+            *count = *target;
+            *expires = longer(*expires, *lease);
+            is(1, target)
+        }
+        (Step::Release { .. }, None) => is(2, 0),
+        (Step::Release { owner, .. }, Some((other, ..))) if owner != other => is(2, 0),
+        (Step::Release { leave: 0, .. }, Some(_)) => {
+            *state = None;
+            is(1, 0)
+        }
+        (Step::Release { leave, .. }, Some((_, count, _))) if leave > count => is(2, count),
+        (Step::Release { lease, leave, .. }, Some((_, count, expires))) => {
+            *count = *leave;
+            *expires = longer(*expires, *lease);
+            is(0, leave)
+        }
+        (Step::Renew { owner, lease }, Some((other, _, expires))) if owner == other => {
+            *expires = longer(*expires, *lease);
+            is(1, 0)
+        }
+        (Step::Renew { .. }, _) => is(0, 0),
+        (Step::ForceUnlock, held) => {
+            let answer = is(held.is_some().into(), 0);
+            *state = None;
+            answer
+        }
+        (Step::Count { owner }, Some((other, count, _))) if owner == other => is(1, count),
+        (Step::Count { .. }, _) => is(1, 0),
+        (Step::Reenter { .. } | Step::GiveBack { .. } | Step::Expire, _) => unreachable!("no call"),
+    }
+}
+
+/// A server, a connection that calls, and one that listens.
+struct Bench {
+    caller: Connection,
+    listener: Connection,
+    _server: Server,
+}
+
+fn channel(name: &str) -> String {
+    format!("redisson_lock__channel:{{{name}}}")
+}
+
+impl Bench {
+    fn new() -> Self {
+        let server = Server::start();
+        let mut listener = server.connection();
+        let subscribe = cmd("PSUBSCRIBE").arg("*").get_packed_command();
+        listener.send_packed_command(&subscribe).unwrap();
+        listener.recv_response().unwrap();
+        Self { caller: server.connection(), listener, _server: server }
+    }
+
+    fn call(&mut self, name: &str, step: &Step) -> (i64, String) {
+        let channel = channel(name);
+        let number = |number: &i64| number.to_string();
+        let (script, row) = match step {
+            Step::Acquire { owner, lease, before, target } => {
+                (ACQUIRE, vec![OWNERS[*owner].to_owned(), number(lease), number(before), number(target)])
+            }
+            Step::Release { owner, lease, leave } => {
+                (RELEASE, vec![OWNERS[*owner].to_owned(), channel, number(lease), number(leave)])
+            }
+            Step::Renew { owner, lease } => (RENEW, vec![OWNERS[*owner].to_owned(), number(lease)]),
+            Step::ForceUnlock => (FORCE_UNLOCK, vec![channel]),
+            Step::Count { owner } => (COUNT, vec![OWNERS[*owner].to_owned()]),
+            Step::Reenter { .. } | Step::GiveBack { .. } | Step::Expire => unreachable!("no call"),
+        };
+        let mut command = cmd("EVAL");
+        command.arg(script).arg(1).arg(name).arg("ticket").arg(row);
+        let (ticket, code, detail): (String, i64, Value) = command.query(&mut self.caller).expect("an answer");
+        assert_eq!(ticket, "ticket");
+        (code, redis::from_redis_value(detail).expect("a text or a number"))
+    }
+
+    /// How often it was published since the last time that the lock is free.
+    fn heard(&mut self, name: &str) -> usize {
+        const END: &str = "that is all";
+        cmd("PUBLISH").arg(channel(name)).arg(END).exec(&mut self.caller).unwrap();
+        let mut heard = 0;
+        loop {
+            let message: Vec<String> = redis::from_redis_value(self.listener.recv_response().unwrap()).unwrap();
+            match (message[2] == channel(name), message[3].as_str()) {
+                (true, END) => return heard,
+                // A case that has failed leaves its own unheard.
+                (mine, payload) => heard += usize::from(mine && payload == "0"),
+            }
+        }
+    }
+
+    fn follow(&mut self, steps: &[(Step, bool)]) -> TestCaseResult {
+        let name = &unique("scripts");
+        let begun = Instant::now();
+        let now = || begun.elapsed().as_millis() as i64;
+        let mut state: State = None;
+        let mut freed = 0;
+        for (step, twice) in steps {
+            let count = |owner: &usize| state.filter(|(other, ..)| owner == other).map_or(0, |(_, count, _)| count);
+            let step = match step {
+                Step::Expire => {
+                    cmd("PEXPIRE").arg(name).arg(1).exec(&mut self.caller).unwrap();
+                    wait_until("the key is gone", Duration::from_secs(10), || {
+                        !cmd("EXISTS").arg(name).query::<bool>(&mut self.caller).unwrap()
+                    });
+                    state = None;
+                    continue;
+                }
+                Step::Reenter { owner, lease } => {
+                    let before = count(owner);
+                    let target = before.saturating_add(1);
+                    Step::Acquire { owner: *owner, lease: *lease, before, target }
+                }
+                Step::GiveBack { owner, lease } => {
+                    Step::Release { owner: *owner, lease: *lease, leave: (count(owner) - 1).max(0) }
+                }
+                step => step.clone(),
+            };
+            for time in 0..=usize::from(*twice) {
+                let context = format!("{step:?}, time {time}, with {state:?}");
+                let before = state;
+                let from = now();
+                let (code, detail) = self.call(name, &step);
+                let expected = apply(&mut state, &step, (from, now() + 1));
+                match (&expected, before) {
+                    (Answer::Held, Some((_, _, expires))) => {
+                        let left: i64 = detail.parse().expect("ms");
+                        prop_assert_eq!(code, 0, "{}", &context);
+                        prop_assert!(
+                            left >= expires.0 - now() - SLACK && left <= expires.1 - from + SLACK,
+                            "{context}"
+                        );
+                    }
+                    _ => prop_assert_eq!(&expected, &Answer::Is(code, detail), "{}", &context),
+                }
+                freed += usize::from(before.is_some() && state.is_none());
+                // The second time leaves what the first one left.
+                if time == 1 {
+                    let content = |state: State| state.map(|(owner, count, _)| (owner, count));
+                    prop_assert_eq!(content(state), content(before), "{}", &context);
+                }
+                self.look(name, state, &now).map_err(|error| TestCaseError::fail(format!("{context}: {error}")))?;
+            }
+        }
+        let heard = self.heard(name);
+        prop_assert_eq!(heard, freed, "it was told once each time that the lock is free");
+        cmd("DEL").arg(name).exec(&mut self.caller).unwrap();
+        Ok(())
+    }
+
+    /// What the key holds: one owner's field, and always an expiry.
+    fn look(&mut self, name: &str, state: State, now: &dyn Fn() -> i64) -> TestCaseResult {
+        let from = now();
+        let mut pipe = redis::pipe();
+        pipe.atomic().hgetall(name).pttl(name);
+        let (fields, pttl): (Vec<(String, i64)>, i64) = pipe.query(&mut self.caller).expect("an answer");
+        match state {
+            None => prop_assert_eq!((fields, pttl), (vec![], -2)),
+            Some((owner, count, expires)) => {
+                prop_assert_eq!(fields, vec![(OWNERS[owner].to_owned(), count)]);
+                let (least, most) = (expires.0 - now() - SLACK, expires.1 - from + SLACK);
+                prop_assert!(pttl >= least.max(0) && pttl <= most, "{pttl} ms, not {least} to {most}");
+            }
+        }
+        Ok(())
+    }
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let owner = || prop_oneof![3 => Just(0_usize), 1 => 1..OWNERS.len()];
+    let lease = || prop_oneof![60_000..600_000_i64, Just(315_360_000_000_i64)];
+    // Lua's own numbers are exact to 2^53 only.
+    let large = || prop::sample::select(vec![(1_i64 << 53) - 1, 1 << 53, (1 << 53) + 1, i64::MAX - 1, i64::MAX]);
+    let count = || prop_oneof![8 => 0..4_i64, 1 => 8..12_i64, 1 => large()];
+    prop_oneof![
+        4 => (owner(), lease(), count(), count())
+            .prop_map(|(owner, lease, before, target)| Step::Acquire { owner, lease, before, target: target.max(1) }),
+        4 => (owner(), lease()).prop_map(|(owner, lease)| Step::Reenter { owner, lease }),
+        4 => (owner(), lease(), count()).prop_map(|(owner, lease, leave)| Step::Release { owner, lease, leave }),
+        2 => (owner(), lease()).prop_map(|(owner, lease)| Step::GiveBack { owner, lease }),
+        2 => (owner(), lease()).prop_map(|(owner, lease)| Step::Renew { owner, lease }),
+        1 => Just(Step::ForceUnlock),
+        1 => owner().prop_map(|owner| Step::Count { owner }),
+        1 => Just(Step::Expire),
+    ]
+}
+
+#[test]
+fn every_script_does_what_its_header_says_however_often_it_is_sent() {
+    let bench = Mutex::new(Bench::new());
+    check(300, prop::collection::vec((step(), any::<bool>()), 1..30), |steps| {
+        bench.lock().unwrap_or_else(PoisonError::into_inner).follow(&steps)
+    });
+}
