@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::config::Config;
 use crate::error::{Error, Step};
@@ -43,24 +44,34 @@ impl Core {
     }
 
     /// Makes a call that may be made any number of times, and asks again while the trouble may pass.
-    pub(crate) async fn ask(&self, call: Call, lock: &str, step: Step) -> Result<Reply, Error> {
+    pub(crate) async fn ask(&self, call: Call, lock: &str, step: Step) -> Result<Asked, Error> {
         self.ensure_open()?;
+        let begun = Instant::now();
         let mut patience = Patience::new(self.config.retry_timeout);
-        let mut unknown = false;
+        let mut repeated = false;
         loop {
             let failure = match self.link.call(call.clone()).await {
-                Ok(reply) => return Ok(reply),
+                Ok(reply) => return Ok(Asked { reply, repeated }),
                 Err(failure) => failure,
             };
-            unknown |= matches!(failure, Failure::Unknown(_));
+            repeated |= matches!(failure, Failure::Unknown(_));
             if failure.is_passing() && patience.pause().await {
                 self.ensure_open()?;
                 continue;
             }
-            let may_have_happened = (unknown && step != Step::Inspect).then_some(step);
-            return Err(locks::error(failure, lock, may_have_happened));
+            return Err(match failure {
+                // A question leaves nothing behind.
+                Failure::Unknown(_) if step == Step::Inspect => Error::Timeout { step, after: begun.elapsed() },
+                failure => locks::error(failure, lock, (repeated && step != Step::Inspect).then_some(step)),
+            });
         }
     }
+}
+
+/// A reply, and whether an earlier sending of the same call may have run.
+pub(crate) struct Asked {
+    pub(crate) reply: Reply,
+    pub(crate) repeated: bool,
 }
 
 impl Drop for Core {

@@ -57,8 +57,9 @@ pub enum Error {
     },
     /// A step took too long, and it is certain that it left nothing behind.
     ///
-    /// For [`Step::Connect`]: is the server there, is the address right? For [`Step::EarlierOperation`]: the same
-    /// holder's earlier acquire or release on this lock has not been answered yet.
+    /// For [`Step::Connect`]: is the server there, is the address right? For [`Step::Inspect`]: the server does not answer.
+    /// For [`Step::EarlierOperation`]: an earlier acquire or release on this lock, by the same holder or by a waiter that
+    /// went away, has not been answered yet.
     #[error("timed out after {after:?} in this step: {step}")]
     Timeout {
         /// Which step.
@@ -107,7 +108,9 @@ pub enum Error {
         /// The server's words.
         message: String,
     },
-    /// The server cannot be reached, and nothing was sent.
+    /// The server cannot be reached, and nothing was changed.
+    ///
+    /// Is it running, and is the address right? Once it is back, ask again.
     #[error("no connection to the server: {detail}")]
     Connection {
         /// What went wrong.
@@ -132,7 +135,7 @@ pub enum Step {
     ForceUnlock,
     /// Asking about a lock.
     Inspect,
-    /// Waiting for an earlier operation of the same holder on the same lock.
+    /// Waiting for an earlier operation on the same lock, of the same holder or of a waiter that went away.
     EarlierOperation,
     /// Finishing pending releases at shutdown.
     Shutdown,
@@ -146,7 +149,7 @@ impl fmt::Display for Step {
             Step::Release => "releasing",
             Step::ForceUnlock => "force-unlocking",
             Step::Inspect => "asking about the lock",
-            Step::EarlierOperation => "waiting for an earlier operation of the same holder",
+            Step::EarlierOperation => "waiting for an earlier operation on the same lock",
             Step::Shutdown => "finishing pending releases",
         })
     }

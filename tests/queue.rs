@@ -96,12 +96,8 @@ async fn a_waiter_that_is_not_polled_while_it_sleeps_gives_way() {
 async fn a_waiter_that_is_not_polled_while_it_asks_gives_way() {
     let server = Server::start();
     let mut redis = server.connection();
-    let client = LockClient::builder()
-        .recheck_interval(ms(100))
-        .command_timeout(ms(500))
-        .connect(&server.url())
-        .await
-        .unwrap();
+    let client =
+        LockClient::builder().recheck_interval(ms(100)).command_timeout(ms(500)).connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
     let before = calls(&mut redis);

@@ -194,6 +194,8 @@ impl Shared {
     }
 }
 
+const LOST: &str = "the connection was lost before the reply";
+
 /// Makes a call on a line.
 async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
     // Boxed, because it is large and every future around it would carry it along.
@@ -202,11 +204,15 @@ async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -> Result<Re
         biased;
         outcome = call => outcome,
         // Should the call have come in between the driver's last look and its end.
-        () = line.ended() => return Err(Failure::Unknown("the connection was lost".into())),
+        () = line.ended() => return Err(Failure::Unknown(LOST.into())),
     };
     outcome
         .map_err(|problem| match problem.kind() {
             ErrorKind::Timeout => Failure::Unknown("no reply in time".into()),
+            // So it says when the task that drives the connection has ended.
+            ErrorKind::Canceled | ErrorKind::Unknown if problem.details().contains("channel closed") => {
+                Failure::Unknown(LOST.into())
+            }
             ErrorKind::Backpressure | ErrorKind::Config | ErrorKind::InvalidArgument => {
                 Failure::NotSent(problem.to_string())
             }
@@ -299,7 +305,13 @@ async fn identify(line: &Line, settings: &Settings) -> Result<Option<Identity>, 
     let info = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
     let options = Options { timeout: Some(settings.connect_timeout()), ..Default::default() };
     let patient = line.client().with_options(&options);
-    match patient.custom_raw(info, vec![Value::from_static_str("INFO")]).await.map(read) {
+    let call = patient.custom_raw(info, vec![Value::from_static_str("INFO")]);
+    let outcome = tokio::select! {
+        biased;
+        outcome = call => outcome,
+        () = line.ended() => return Err(Failure::Unknown(LOST.into())),
+    };
+    match outcome.map(read) {
         Ok(Ok(Reply::Text(info))) => {
             let info = String::from_utf8_lossy(&info);
             let field = |name: &str| info.split_whitespace().find_map(|field| field.strip_prefix(name));

@@ -8,6 +8,7 @@ use fred::clients::Client;
 use fred::error::ErrorKind;
 use fred::interfaces::ClientLike;
 use fred::types::ConnectHandle;
+use futures::FutureExt;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
@@ -37,15 +38,30 @@ impl Line {
     pub(super) async fn open(settings: &Settings, reconnect: Reconnect) -> Result<Self, Error> {
         let client = settings.client(reconnect, true);
         let limit = settings.connect_timeout();
-        match timeout(limit, client.init()).await {
-            Ok(Ok(driver)) => Ok(Self::new(client, driver)),
+        let waiting = client.clone();
+        let mut waiting = async move { waiting.wait_for_connect().await }.boxed();
+        // It listens from its first poll on, so that comes before there is anything to hear.
+        let _ = futures::poll!(&mut waiting);
+        let line = Self::new(client.clone(), client.connect());
+        let connected = async {
+            tokio::select! {
+                biased;
+                outcome = waiting => outcome,
+                () = line.ended() => Err(fred::error::Error::new(ErrorKind::IO, "the connection was lost again")),
+            }
+        };
+        match timeout(limit, connected).await {
+            Ok(Ok(())) => Ok(line),
             Ok(Err(problem)) if *problem.kind() == ErrorKind::Auth || problem.details().starts_with("ERR ") => {
                 Err(Error::Server { lock: None, message: problem.details().to_owned() })
             }
-            Ok(Err(problem)) if *problem.kind() != ErrorKind::Timeout => {
-                Err(Error::Connection { detail: format!("{}: {}", settings.address(), plain(problem.details())) })
+            Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => {
+                Err(Error::Timeout { step: Step::Connect, after: limit })
             }
-            Ok(Err(_)) | Err(_) => Err(Error::Timeout { step: Step::Connect, after: limit }),
+            Ok(Err(problem)) => Err(Error::Connection {
+                detail: format!("{}: {} ({})", settings.address(), plain(problem.details()), advice(problem.kind())),
+            }),
+            Err(_) => Err(Error::Timeout { step: Step::Connect, after: limit }),
         }
     }
 
@@ -101,9 +117,18 @@ impl Line {
     }
 }
 
+/// What to look at when connecting fails.
+fn advice(kind: &ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::Protocol | ErrorKind::Parse => "is it a Redis or Valkey server that answers there?",
+        _ => "is the server running there, and is the address right?",
+    }
+}
+
 /// The message alone of an I/O error that the client library has written as a structure.
 fn plain(details: &str) -> &str {
-    details.split("message: \"").nth(1).and_then(|rest| rest.split('"').next()).unwrap_or(details)
+    let quoted = details.split_once("message: \"").or_else(|| details.split_once("error: \""));
+    quoted.and_then(|(_, rest)| rest.split('"').next()).unwrap_or(details)
 }
 
 impl Drop for Line {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use fred::types::RespVersion;
 use fred::types::config::{Config, ConnectionConfig, PerformanceConfig, ReconnectPolicy};
-use url::Url;
+use url::{ParseError, Url};
 
 use crate::error::Error;
 
@@ -21,7 +21,11 @@ impl Settings {
     /// Reads a URL, and refuses what this link cannot do as it was asked to.
     pub(crate) fn parse(url: &str, connect_timeout: Duration, command_timeout: Duration) -> Result<Self, Error> {
         // No message repeats the URL: it may carry a password.
-        let parsed = Url::parse(url).map_err(|problem| refused(&problem.to_string()))?;
+        const NO_SCHEME: &str = "it does not begin with redis:// or valkey://";
+        let parsed = Url::parse(url).map_err(|problem| match problem {
+            ParseError::RelativeUrlWithoutBase => refused(NO_SCHEME),
+            problem => refused(&problem.to_string()),
+        })?;
         match parsed.scheme() {
             "redis" | "valkey" => {}
             "rediss" | "valkeys" => {
@@ -32,13 +36,16 @@ impl Settings {
             scheme if scheme.contains("cluster") || scheme.contains("sentinel") => {
                 return Err(refused("clusters and sentinels are not supported yet"));
             }
-            _ => return Err(refused("the scheme is not redis")),
+            _ => return Err(refused(NO_SCHEME)),
         }
         if parsed.host_str().is_none_or(str::is_empty) {
             return Err(refused("there is no host"));
         }
         if parsed.query().is_some() || parsed.fragment().is_some() {
             return Err(refused("nothing may follow the database number"));
+        }
+        if !matches!(parsed.path().trim_start_matches('/'), "" | "0") && parsed.path()[1..].parse::<u8>().is_err() {
+            return Err(refused("the database is no number from 0 to 255"));
         }
         let mut config = Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
         // Push messages beside replies, and maps as maps (https://github.com/redis/redis-specifications, RESP3).

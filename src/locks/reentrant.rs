@@ -10,7 +10,7 @@ use tokio::time::Instant;
 use super::requests::{LockRequest, Options, RunRequest, TryLockRequest};
 use super::{Acquired, Ident, Kind, Released, Renewed};
 use crate::config::LeaseTime;
-use crate::core::Core;
+use crate::core::{Asked, Core};
 use crate::error::{Error, LostReason, Step};
 use crate::holder::Holder;
 use crate::holds::EntryRef;
@@ -138,7 +138,8 @@ impl ReentrantLock {
     /// Whether anybody holds the lock.
     ///
     /// # Errors
-    /// [`Error::InvalidName`], [`Error::Connection`], [`Error::Server`], [`Error::Closed`].
+    /// [`Error::InvalidName`], [`Error::Connection`], [`Error::Timeout`] with [`Step::Inspect`] (the server did not
+    /// answer), [`Error::Server`], [`Error::Closed`].
     ///
     /// # Cancel safety
     /// It changes nothing, so it may be dropped at any time. So may all questions below.
@@ -195,7 +196,7 @@ impl ReentrantLock {
     ///
     /// # Errors
     /// * [`Error::Server`]: the key holds another type; it stays.
-    /// * [`Error::Unknown`]: the server did not answer; the lock may have been freed. It is safe to ask again.
+    /// * [`Error::Unknown`]: a reply was lost; the lock may have been freed by this call. It is safe to ask again.
     /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`].
     ///
     /// # Cancel safety
@@ -208,13 +209,18 @@ impl ReentrantLock {
         self.lose_all(&keys, sent);
         let call = FORCE_UNLOCK.batch(1).row(keys.name.clone(), [("channel", keys.channel.clone())]).call();
         let lock = keys.display();
-        let reply = self.core.ask(call, &lock, Step::ForceUnlock).await?;
+        let Asked { reply, repeated } = self.core.ask(call, &lock, Step::ForceUnlock).await?;
         let freed = answer(reply)
             .and_then(accepted)
             .map_err(|failure| super::error(failure, &lock, Some(Step::ForceUnlock)))?;
         // A grant that was under way is freed as well: it was sent before, and calls are run in their order. One that
         // is not recorded yet hears of it with its next renewal.
         self.lose_all(&keys, sent);
+        if freed.code == 0 && repeated {
+            // Nobody has it now, and an answer that was lost may have said that somebody had.
+            let detail = "the lock is free; whether it was held is not known, because a reply was lost".into();
+            return Err(Error::Unknown { lock, step: Step::ForceUnlock, detail });
+        }
         Ok(freed.code == 1)
     }
 
@@ -290,7 +296,7 @@ impl ReentrantLock {
     async fn inspect(&self) -> Result<Inspected, Error> {
         let keys = self.keys.as_ref().map_err(Clone::clone)?;
         let call = INSPECT.batch(1).row(keys.name.clone(), []).call();
-        let reply = self.core.ask(call, &keys.display(), Step::Inspect).await?;
+        let Asked { reply, .. } = self.core.ask(call, &keys.display(), Step::Inspect).await?;
         let malformed = || Error::Connection { detail: "a reply of another shape".into() };
         let Reply::List(mut values) = reply else { return Err(malformed()) };
         if values.len() < 2 || values.len() % 2 != 0 {

@@ -58,6 +58,11 @@ impl Worker {
         self.0.wait().expect("the worker's end");
     }
 
+    /// How it ended, if it has.
+    pub fn status(&mut self) -> Option<ExitStatus> {
+        self.0.try_wait().expect("the worker's state")
+    }
+
     /// Waits for its end by itself.
     #[track_caller]
     pub fn ended(&mut self, limit: Duration) -> ExitStatus {
@@ -71,7 +76,8 @@ impl Worker {
         }
     }
 
-    fn pid(&self) -> Pid {
+    /// Its process id.
+    pub fn pid(&self) -> Pid {
         Pid::from_raw(self.0.id().try_into().expect("a process id"))
     }
 }

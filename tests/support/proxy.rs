@@ -49,6 +49,8 @@ pub enum Fate {
     Swallow,
     /// It is lost, with its connection.
     Close,
+    /// So many of its bytes arrive, at most all; then the connection is closed.
+    CloseAt(usize),
 }
 
 impl Proxy {
@@ -101,6 +103,11 @@ impl Proxy {
     pub fn next_reply_to(&self, parts: &[&str], fate: Fate) {
         let parts = parts.iter().map(|part| part.as_bytes().to_vec()).collect();
         self.shared.rules.lock().unwrap().push(Rule { parts, fate });
+    }
+
+    /// Lets nothing more happen to replies that were to meet a fate and have not yet.
+    pub fn no_more_fates(&self) {
+        self.shared.rules.lock().unwrap().clear();
     }
 
     /// How many replies have met their fate.
@@ -224,7 +231,10 @@ async fn carry_replies(shared: &Shared, expected: &Expected, mut from: OwnedRead
                 None => passed.extend_from_slice(frame),
                 Some(fate) => {
                     shared.applied.fetch_add(1, Ordering::AcqRel);
-                    closing = fate == Fate::Close;
+                    if let Fate::CloseAt(bytes) = fate {
+                        passed.extend_from_slice(&frame[..bytes.min(length)]);
+                    }
+                    closing = fate != Fate::Swallow;
                 }
             }
             if closing {
