@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -85,6 +85,13 @@ impl LockClient {
     #[must_use]
     pub fn current_holder(&self) -> Option<Holder> {
         self.core.config.holder_policy.current()
+    }
+
+    /// How many releases in the background were given up: of guards that were dropped, or of acquires whose outcome stayed
+    /// unknown. Each is traced as a warning, too, and its lease runs out by itself.
+    #[must_use]
+    pub fn failed_releases(&self) -> u64 {
+        self.core.failed_releases.load(Ordering::Relaxed)
     }
 
     /// Ends the client: waiters fail with [`Error::Closed`], pending releases are finished, holds that are still there
@@ -233,6 +240,7 @@ impl LockClientBuilder {
             wakeups: Arc::clone(&wakeups),
             background,
             closed: AtomicBool::new(false),
+            failed_releases: AtomicU64::new(0),
             stop,
         });
         let check_every = core.config.command_timeout.max(retry::LONGEST);

@@ -1,7 +1,7 @@
 //! What the rooms of one client share.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -26,6 +26,8 @@ pub(crate) struct Core {
     pub(crate) wakeups: Arc<Wakeups>,
     pub(crate) background: Background,
     pub(crate) closed: AtomicBool,
+    /// How many releases in the background were given up.
+    pub(crate) failed_releases: AtomicU64,
     /// Dropped with the core, which stops the tasks.
     pub(crate) stop: watch::Sender<bool>,
 }

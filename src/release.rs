@@ -209,11 +209,12 @@ impl Drop for Hold {
             Poll::Pending => Either::Right(turn),
         };
         let release = release(Arc::clone(&self.core), self.entry.clone(), Arc::clone(&self.lease), self.id, queued);
-        let ident = Arc::clone(&self.entry.ident);
+        let (core, ident) = (Arc::clone(&self.core), Arc::clone(&self.entry.ident));
         self.core.background.spawn(async move {
             match release.await {
                 Ok(()) | Err(Error::Lost { .. }) => {}
                 Err(error) => {
+                    core.failed_releases.fetch_add(1, Ordering::Relaxed);
                     tracing::warn!(lock = %ident.lock(), %error, "a dropped guard could not be released; its lease will run out");
                 }
             }
@@ -361,6 +362,7 @@ pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: Lease
         let moot = Instant::now() + lease.duration();
         // The holds that stay are entitled to nothing new, and an expiry is never shortened.
         if let Err(failure) = told_to_leave(&worker, &entry, leave, LeaseTime::SHORTEST, moot).await {
+            worker.failed_releases.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(lock = %entry.ident.lock(), %failure, "an unknown outcome could not be settled; its lease will run out");
         }
         drop(turn);

@@ -403,7 +403,7 @@ async fn a_force_unlock_whose_reply_is_lost_does_not_say_that_nobody_had_the_loc
 }
 
 #[tokio::test]
-async fn a_dropped_guard_never_blocks_and_its_failure_is_traced() {
+async fn a_dropped_guard_never_blocks_and_its_failure_is_traced_and_counted() {
     const LOCKS: usize = 50;
     let trap = Trap::default();
     let _listening = trap.set();
@@ -420,6 +420,7 @@ async fn a_dropped_guard_never_blocks_and_its_failure_is_traced() {
     server.kill();
     let all = "a dropped guard could not be released";
     wait_until_async("each failure is traced", SOON, || async { trap.has_heard(all) == LOCKS }).await;
+    assert_eq!(client.failed_releases(), LOCKS as u64);
 }
 
 #[tokio::test(flavor = "multi_thread")]
