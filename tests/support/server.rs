@@ -136,7 +136,7 @@ impl Server {
     /// For tests that only use names of their own (see [`unique`]) and disturb nobody: on a server
     /// named by `REDIS_URL` all that acts on the process panics.
     pub fn shared_or_start() -> Self {
-        let Ok(url) = std::env::var("REDIS_URL") else {
+        let Some(url) = std::env::var("REDIS_URL").ok().filter(|url| !url.is_empty()) else {
             return Self::start();
         };
         let parsed = url::Url::parse(&url).expect("REDIS_URL is a URL");
