@@ -1,6 +1,9 @@
 # demo, test and bench need a Redis or Valkey server; .ci/with-redis finds or installs one.
 
-.PHONY: help demo test interop bench lint doc clean-cache
+# Most tests wait for leases rather than compute: more of them at once than there are cores.
+export RUST_TEST_THREADS ?= 6
+
+.PHONY: help demo test chaos interop bench lint doc clean-cache
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -10,6 +13,9 @@ demo: ## Run the flash-sale example (options: make demo ARGS="--help")
 
 test: ## Run all tests: unit, integration, examples and documentation (only some: make test ARGS=name)
 	bash .ci/with-redis cargo test $(ARGS)
+
+chaos: ## Run random faults against several processes, and judge (CHAOS_SECONDS=60 CHAOS_SEED=any)
+	CHAOS_SECONDS=$${CHAOS_SECONDS:-60} bash .ci/with-redis cargo test --test chaos -- --exact random_faults_break_no_promise --nocapture
 
 interop: ## Run the scenarios side by side with every Redisson version (needs a JDK and Maven)
 	bash .ci/with-redis bash .ci/interop
