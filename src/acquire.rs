@@ -60,6 +60,7 @@ pub(crate) async fn acquire(
         remaining_ttl: None,
         asked: false,
         warned: false,
+        warned_of_own: false,
         alive: Arc::new(()),
     };
     let outcome = waiter.run().await;
@@ -80,6 +81,7 @@ struct Waiter {
     remaining_ttl: Option<Duration>,
     asked: bool,
     warned: bool,
+    warned_of_own: bool,
     /// Goes with the waiter, so that an attempt knows whether it was left behind.
     alive: Arc<()>,
 }
@@ -139,6 +141,11 @@ impl Waiter {
             };
             if !std::mem::replace(&mut self.warned, true) {
                 warn_of_self(&self.core, &self.entry.ident);
+            }
+            // Only the one in front: a long hold is no reason for as many warnings as there are waiters.
+            let long = self.begun.elapsed() > self.core.config.watchdog_timeout.duration();
+            if long && standing == Standing::Front && !self.warned_of_own {
+                self.warned_of_own = warn_of_own(&self.core, &self.entry.ident, self.begun);
             }
             // Who could ask if an attempt of somebody who went away were over does not know whether anybody holds it.
             let in_the_dark = standing == Standing::AfterAbandoned && !self.asked;
@@ -205,6 +212,23 @@ fn warn_of_self(core: &Core, ident: &Ident) {
              are branches of one join! that take turns, all is well",
         );
     }
+}
+
+/// Tells if the lock has been held by this client since before the long wait began: perhaps by somebody who waits for
+/// this very task.
+fn warn_of_own(core: &Core, ident: &Ident, begun: Instant) -> bool {
+    let own = core.holds.leases_of(&ident.keys.name);
+    let Some(lease) = own.iter().find(|lease| lease.began < begun) else { return false };
+    tracing::warn!(
+        lock = %ident.lock(),
+        held_by = %lease.ident.owner(),
+        wanted_by = %ident.owner(),
+        waited = ?begun.elapsed(),
+        "a long wait for a lock that this client holds itself, under another holder: if that holder waits for this one, \
+         neither will go on; carry the holder into spawned tasks with in_current_holder(), and lock again within \
+         guard.run(..)",
+    );
+    true
 }
 
 enum Attempt {

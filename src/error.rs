@@ -60,14 +60,14 @@ pub enum Error {
     /// For [`Step::Connect`]: is the server there, is the address right? For [`Step::Inspect`]: the server does not answer.
     /// For [`Step::EarlierOperation`]: an earlier acquire or release on this lock, by the same holder or by a waiter that
     /// went away, has not been answered yet.
-    #[error("timed out after {after:?} in this step: {step}")]
+    #[error("timed out after {after:?} in this step: {step}; {next}", next = step.after_timeout())]
     Timeout {
         /// Which step.
         step: Step,
         /// How long it was given.
         after: Duration,
     },
-    /// The current holder does not hold the lock, or every hold that it has belongs to a guard.
+    /// The current holder does not hold the lock, or every hold that it has belongs to a guard: unlock the guard.
     #[error("lock {lock:?} cannot be unlocked here: {problem}")]
     NotHeld {
         /// The lock's name.
@@ -78,7 +78,7 @@ pub enum Error {
     /// The lock was held and is not held any more: what it guarded may have been done by others as well.
     ///
     /// Undo or check what was done since the lease was last known to be alive.
-    #[error("lock {lock:?} was lost: {reason}")]
+    #[error("lock {lock:?} was lost: {reason}; check or undo what was done under it")]
     Lost {
         /// The lock's name.
         lock: String,
@@ -101,7 +101,9 @@ pub enum Error {
         detail: String,
     },
     /// The server refused a command: a key of another type, missing rights (ACL), no memory.
-    #[error("the server refused{}: {message}", about(.lock))]
+    ///
+    /// Its words tell what has to change before it is worth trying again.
+    #[error("the server refused{}: {message}{hint}", about(.lock), hint = hint(message))]
     Server {
         /// The lock's name, where one is concerned.
         lock: Option<String>,
@@ -116,8 +118,8 @@ pub enum Error {
         /// What went wrong.
         detail: String,
     },
-    /// The client has been shut down.
-    #[error("the client has been shut down")]
+    /// The client has been shut down: connect a new one.
+    #[error("the client has been shut down; connect a new one")]
     Closed,
 }
 
@@ -139,6 +141,17 @@ pub enum Step {
     EarlierOperation,
     /// Finishing pending releases at shutdown.
     Shutdown,
+}
+
+impl Step {
+    /// What a caller does for whom it took too long.
+    fn after_timeout(self) -> &'static str {
+        match self {
+            Step::Connect => "is the server running there, and is the address right?",
+            Step::Shutdown => "everything is ended, and what was not released runs out with its lease",
+            _ => "the server does not answer, so try again later",
+        }
+    }
 }
 
 impl fmt::Display for Step {
@@ -184,6 +197,18 @@ impl fmt::Display for LostReason {
 
 fn remaining(ttl: Option<Duration>) -> String {
     ttl.map(|ttl| format!(" (its lease had {ttl:?} left)")).unwrap_or_default()
+}
+
+/// What to do about a refusal, where its code tells.
+fn hint(message: &str) -> &'static str {
+    match message.split(' ').next().unwrap_or_default() {
+        "NOAUTH" | "WRONGPASS" => " (are user and password in the URL, redis://user:password@host, and right?)",
+        "NOPERM" => " (the user needs more rights, see ACL SETUSER)",
+        "WRONGTYPE" => " (something else is stored under this name: choose another one)",
+        "OOM" => " (the server is out of memory)",
+        "READONLY" => " (this is a replica: connect to its master)",
+        _ => "",
+    }
 }
 
 fn about(lock: &Option<String>) -> String {

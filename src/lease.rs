@@ -216,6 +216,13 @@ impl Lease {
         state.check().is_none() && state.holds.iter().any(|hold| hold.task == task)
     }
 
+    /// Takes in that a hold's guard is in another task now.
+    pub(crate) fn used_by(&self, id: u64, task: TaskId) {
+        if let Some(hold) = self.state.lock().holds.iter_mut().find(|hold| hold.id == id) {
+            hold.task = task;
+        }
+    }
+
     /// Lets a hold live without its guard.
     pub(crate) fn forget(&self, id: u64, entry: EntryRef) {
         let mut state = self.state.lock();

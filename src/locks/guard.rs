@@ -11,7 +11,7 @@ use futures::future::BoxFuture;
 use pin_project_lite::pin_project;
 
 use crate::error::{Error, LostReason};
-use crate::holder::{Holder, HolderExt, WithHolder};
+use crate::holder::{Holder, HolderExt, TaskId, WithHolder};
 use crate::lease::Lease;
 use crate::release::Hold;
 
@@ -76,6 +76,7 @@ impl LockGuard {
     /// # Cancel safety
     /// Dropping it drops the future given, and nothing else.
     pub async fn run<F: Future>(&self, future: F) -> Result<F::Output, Error> {
+        self.hold.lease.used_by(self.hold.id, TaskId::current());
         self.guarded(future).await
     }
 

@@ -52,7 +52,9 @@ pub(crate) fn error(failure: Failure, lock: &str, unknown: Option<Step>) -> Erro
     match (failure, unknown) {
         (Failure::Closed, None) => Error::Closed,
         (Failure::Server(message), _) => Error::Server { lock: Some(lock.to_owned()), message },
-        (Failure::NotSent(detail) | Failure::Unknown(detail), None) => Error::Connection { detail },
+        (Failure::NotSent(detail) | Failure::Unknown(detail), None) => {
+            Error::Connection { detail: format!("{detail} (try again when the server is back)") }
+        }
         (Failure::NotSent(detail) | Failure::Unknown(detail), Some(step)) => {
             Error::Unknown { lock: lock.to_owned(), step, detail }
         }

@@ -72,6 +72,9 @@ impl ReentrantLock {
     ///
     /// Without [`lease`](LockRequest::lease) the lock gets the watchdog timeout and is renewed until it is released.
     ///
+    /// A task that waits for a lock that it took itself under another holder is warned (a `tracing` event) at once; a wait for
+    /// longer than the watchdog timeout for a hold of this same client is, too, because that holder may be waiting for this one.
+    ///
     /// # Errors
     /// * [`Error::InvalidName`], [`Error::InvalidLease`], [`Error::InvalidWait`]: nothing was sent.
     /// * [`Error::Contended`]: the time of [`wait`](LockRequest::wait) ran out.
