@@ -1,4 +1,4 @@
-//! What the queues are synchronised with. `tests/interleavings.rs` puts a model checker's in its place.
+//! What the queues are synchronised with. `tests/interleavings` puts a model checker's in its place.
 
 pub(crate) use parking_lot::Mutex;
 pub(crate) use tokio::sync::Notify;

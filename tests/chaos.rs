@@ -1,0 +1,109 @@
+//! Random faults against several processes, and a judge of what they did.
+//!
+//! `make chaos CHAOS_SECONDS=600 CHAOS_SEED=7` runs for longer, or with that seed: the same seed makes the same faults at
+//! the same times. The rules are told in `chaos/judge.rs`.
+
+#[path = "chaos/actor.rs"]
+mod actor;
+#[path = "chaos/attempts.rs"]
+mod attempts;
+#[path = "chaos/faults.rs"]
+mod faults;
+#[path = "chaos/held.rs"]
+mod held;
+#[path = "chaos/history.rs"]
+mod history;
+#[path = "chaos/judge.rs"]
+mod judge;
+#[path = "chaos/judged.rs"]
+mod judged;
+#[path = "chaos/report.rs"]
+mod report;
+#[path = "chaos/run.rs"]
+mod run;
+mod support;
+#[path = "chaos/worker.rs"]
+mod worker;
+
+use std::time::Duration;
+
+use faults::{Kind, Planned, plan};
+use judge::Rule;
+use report::Figures;
+use run::{Run, Verdict};
+use support::process;
+use support::server::Server;
+
+/// Fewer grants in a second than this are not a run.
+const MIN_RATE: u64 = 5;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn random_faults_break_no_promise() {
+    let given = |name: &str| {
+        let value = std::env::var(name).ok().filter(|value| !value.is_empty());
+        value.map(|value| value.parse::<u64>().unwrap_or_else(|_| panic!("{name} is a number")))
+    };
+    let seconds = given("CHAOS_SECONDS").unwrap_or(10).max(6);
+    let seed = given("CHAOS_SEED").unwrap_or_else(|| rand::random_range(0..1_000_000));
+    println!("seed {seed}, {seconds} s");
+    // A short run has no time for all that the killed leave behind.
+    let (workers, long_lease) = if seconds < 30 { (4, 6) } else { (6, 20) };
+    let long_lease = Duration::from_secs(long_lease);
+    let planned = plan(seed, seconds, workers as usize);
+    let server = Server::builder().persistent().start();
+    let verdict = Run { seed, seconds, workers, tasks: 4, long_lease, planned, server }.run().await;
+    let figures = Figures::new(seed, seconds, &verdict);
+    figures.print(seed, seconds);
+    let Verdict { history, violations, .. } = verdict;
+    if !violations.is_empty() {
+        let file = report::keep(seed, &history, &violations);
+        violations.iter().take(20).for_each(|violation| eprintln!("{violation}"));
+        panic!(
+            "{} violations under seed {seed} in {seconds} s, which reproduce the fault schedule; the history is in {}",
+            violations.len(),
+            file.display()
+        );
+    }
+    assert!(
+        figures.grants as u64 >= MIN_RATE * seconds,
+        "only {} grants in {seconds} s under seed {seed}: nothing was shown",
+        figures.grants
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_forgets_its_data_is_seen_to_break_exclusion() {
+    assert!(found_after(Kind::ForgetData, 1_000, 100, 5).await.contains(&Rule::Exclusion));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_that_are_deleted_are_seen_to_break_exclusion() {
+    assert!(found_after(Kind::DeleteKeys, 100, 0, 4).await.contains(&Rule::Exclusion));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_is_freed_without_a_message_is_seen_as_a_lost_wakeup() {
+    assert!(found_after(Kind::FreeInSilence, 5_000, 2_600, 6).await.contains(&Rule::LostWakeup));
+}
+
+/// The rules that the judge finds broken in a short run in which nothing happens but this, again and again.
+async fn found_after(kind: Kind, every: u64, lasts: u64, seconds: u64) -> Vec<Rule> {
+    let times = (1_500..seconds * 1_000).step_by(every as usize);
+    let planned = times.map(|at| Planned { at, lasts, kind, slot: 0 });
+    let (long_lease, planned) = (Duration::from_secs(6), planned.collect());
+    let run = Run { seed: 1, seconds, workers: 4, tasks: 3, long_lease, planned, server: Server::start() };
+    let Verdict { violations, .. } = run.run().await;
+    let mut rules: Vec<_> = violations.iter().map(|violation| violation.rule).collect();
+    rules.sort_unstable();
+    println!("{kind:?}: {:?}", rules.chunk_by(|a, b| a == b).map(|same| (same[0], same.len())).collect::<Vec<_>>());
+    rules.dedup();
+    rules
+}
+
+/// A worker of a run.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn worker_process() {
+    if process::role().is_some() {
+        worker::work().await;
+    }
+}

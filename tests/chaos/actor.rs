@@ -1,0 +1,296 @@
+//! What a task of a worker does: random operations on a few locks, each of them written down.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use rand::Rng;
+use rand::rngs::StdRng;
+use redis::aio::MultiplexedConnection;
+use redisson_lock::{Error, Holder, HolderExt, LockClient, ReentrantLock};
+use tokio::time::sleep;
+
+use super::held::{Asked, Held, refused, unless_leaving};
+use super::history::{Event, Nanos, Recorder, now};
+use super::worker::{BUSY_LOCKS, WATCHDOG, lock_name, register_name};
+
+/// One task of a worker.
+pub struct Actor {
+    pub client: LockClient,
+    pub recorder: Arc<Recorder>,
+    pub direct: redis::Client,
+    pub connection: Option<MultiplexedConnection>,
+    pub random: StdRng,
+    /// Its holder for operations that are not by a fresh one.
+    pub usual: Holder,
+    /// Long beside the times in which wake-ups have to come and unknown outcomes to be settled.
+    pub long_lease: Duration,
+}
+
+/// An acquire to be tried.
+#[derive(Clone, Copy)]
+struct Want {
+    lock: usize,
+    holder: Holder,
+    lease: Option<Duration>,
+    /// `None` waits without limit.
+    wait: Option<Duration>,
+    /// After how many polls and how much time the caller goes away.
+    leaves: Option<(usize, Duration)>,
+}
+
+impl Actor {
+    /// Random operations.
+    pub async fn act(mut self, end: Nanos) {
+        while now() < end {
+            let want = self.want();
+            if self.random.random_bool(0.25) {
+                self.run(want, end).await;
+            } else if let Some(held) = self.acquire(want).await {
+                self.hold(want, held, end).await;
+            }
+            sleep(self.up_to(15)).await;
+        }
+    }
+
+    /// Takes a lock in turn with others like it, so that a missing wake-up is seen.
+    pub async fn hand_over(mut self, end: Nanos) {
+        while now() < end {
+            // Some go away at the very moment when they are woken.
+            let leaves = self.random.random_bool(0.4);
+            let leaves = leaves.then(|| (self.random.random_range(1..8), self.up_to(1_000)));
+            let (holder, lease) = (Holder::new(), Some(self.long_lease));
+            let want = Want { lock: BUSY_LOCKS, holder, lease, wait: None, leaves };
+            if let Some(held) = self.acquire(want).await {
+                sleep(Duration::from_millis(100) + self.up_to(500)).await;
+                held.sure();
+                self.give(want.holder, held).await;
+            }
+            sleep(self.up_to(2_500)).await;
+        }
+    }
+
+    fn want(&mut self) -> Want {
+        let random = &mut self.random;
+        let lease = match random.random_range(0..20) {
+            0..10 => None,
+            10..16 => Some(Duration::from_millis(random.random_range(150..1_500))),
+            _ => Some(self.long_lease),
+        };
+        let wait = match random.random_range(0..10) {
+            0..5 => None,
+            5..7 => Some(Duration::ZERO),
+            _ => Some(Duration::from_millis(random.random_range(1..1_000))),
+        };
+        let leaves = random.random_bool(0.2);
+        let leaves = leaves.then(|| (random.random_range(0..12), Duration::from_millis(random.random_range(1..60))));
+        let holder = if random.random_bool(0.5) { self.usual } else { Holder::new() };
+        Want { lock: random.random_range(0..BUSY_LOCKS), holder, lease, wait, leaves }
+    }
+
+    fn up_to(&mut self, ms: u64) -> Duration {
+        Duration::from_millis(self.random.random_range(0..=ms))
+    }
+
+    fn lock(&self, lock: usize) -> ReentrantLock {
+        self.client.lock(lock_name(lock))
+    }
+
+    fn invoked(&self, want: Want, how: &str) -> Asked {
+        let attempt = self.recorder.attempt();
+        let owner = format!("{}:{}", self.client.client_id(), want.holder.thread_id());
+        let lease = want.lease.unwrap_or(WATCHDOG).as_nanos() as Nanos;
+        let how = if want.leaves.is_some() { format!("{how} that may leave") } else { how.to_owned() };
+        self.recorder.record(now(), attempt, Event::Invoked { lock: want.lock, owner, how, lease });
+        Asked { attempt, recorder: Arc::clone(&self.recorder), answered: false }
+    }
+
+    async fn acquire(&mut self, want: Want) -> Option<Held> {
+        let tries = self.random.random_bool(0.5);
+        let mut asked = self.invoked(want, if tries { "try_lock" } else { "lock" });
+        let lock = self.lock(want.lock);
+        let acquire = async {
+            match want.wait {
+                Some(wait) if tries => {
+                    let request = lock.try_lock().wait(wait);
+                    if let Some(lease) = want.lease { request.lease(lease).await } else { request.await }
+                }
+                wait => {
+                    let request = lock.lock();
+                    let request = if let Some(wait) = wait { request.wait(wait) } else { request };
+                    let request = if let Some(lease) = want.lease { request.lease(lease) } else { request };
+                    request.await.map(Some)
+                }
+            }
+        };
+        let outcome = unless_leaving(want.leaves, acquire.with_holder(want.holder)).await;
+        let guard = match outcome {
+            Some(Ok(Some(guard))) => guard,
+            other => {
+                asked.answer(match other {
+                    None => Event::Cancelled,
+                    Some(Ok(_)) => Event::Failed { why: "contended".into() },
+                    Some(Err(error)) => refused(&error),
+                });
+                return None;
+            }
+        };
+        asked.answered = true;
+        let (at, attempt) = (now(), asked.attempt);
+        let remaining = guard.remaining_lease().as_nanos() as Nanos;
+        self.recorder.record(at, attempt, Event::Granted { remaining });
+        let (recorder, lost) = (Arc::clone(&self.recorder), guard.lost());
+        let watch = tokio::spawn(async move {
+            let reason = format!("{:?}", lost.await);
+            recorder.record(now(), attempt, Event::Lost { reason });
+        });
+        let recorder = Arc::clone(&self.recorder);
+        Some(Held { attempt, lock: want.lock, recorder, guard: Some(guard), watch: watch.abort_handle() })
+    }
+
+    /// Has a hold for a while, with holds of the same holder inside, and gives all of them back.
+    async fn hold(&mut self, want: Want, held: Held, end: Nanos) {
+        let mut holds = vec![held];
+        while holds.len() < 4 && self.random.random_bool(0.25) {
+            let inner = Want { lock: want.lock, holder: want.holder, ..self.want() };
+            let Some(held) = self.acquire(inner).await else { break };
+            holds.push(held);
+            self.count(want, &holds).await;
+        }
+        if self.random.random_bool(0.6) {
+            self.section(&holds[0]).await;
+        }
+        let mut time = match self.random.random_range(0..40) {
+            0..32 => self.up_to(6),
+            32..38 => self.up_to(60),
+            _ => Duration::from_millis(300) + self.up_to(2_200),
+        };
+        if now() >= end {
+            time = Duration::ZERO;
+        }
+        let until = now() + time.as_nanos() as Nanos;
+        while now() < until && !holds[0].is_lost() {
+            holds[0].sure();
+            let pause = Duration::from_nanos(until.saturating_sub(now()));
+            sleep(pause.min(Duration::from_millis(25))).await;
+        }
+        while !holds.is_empty() {
+            let at = self.random.random_range(0..holds.len());
+            let held = holds.swap_remove(at);
+            held.sure();
+            self.give(want.holder, held).await;
+        }
+    }
+
+    /// Compares the server's count with the holds, right after an acquire: then none is on its way back.
+    async fn count(&self, want: Want, holds: &[Held]) {
+        let asked = self.lock(want.lock);
+        let Ok(found) = asked.hold_count().with_holder(want.holder).await else { return };
+        let at = now();
+        if holds.iter().all(|held| !held.is_lost()) {
+            self.recorder.record(at, holds[0].attempt, Event::Count { expected: holds.len() as u64, found });
+        }
+    }
+
+    async fn section(&mut self, held: &Held) {
+        self.recorder.record(now(), held.attempt, Event::SectionBegan);
+        let read = self.raise(held.lock).await;
+        let (at, sure) = (now(), held.sure());
+        let (read, proven) = (read.unwrap_or(0), read.is_some() && sure);
+        self.recorder.record(at, held.attempt, Event::SectionEnded { read, proven });
+    }
+
+    /// Reads the lock's register and writes the next number. `None` if that is not sure to have happened.
+    async fn raise(&mut self, lock: usize) -> Option<u64> {
+        let mut connection = match self.connection.take() {
+            Some(connection) => connection,
+            None => self.direct.get_multiplexed_async_connection().await.ok()?,
+        };
+        let register = register_name(lock);
+        let read: Option<u64> = redis::cmd("GET").arg(&register).query_async(&mut connection).await.ok()?;
+        let read = read.unwrap_or(0);
+        redis::cmd("SET").arg(&register).arg(read + 1).exec_async(&mut connection).await.ok()?;
+        // After an error a new one is made: a reply that comes late is nobody's.
+        self.connection = Some(connection);
+        Some(read)
+    }
+
+    async fn give(&mut self, holder: Holder, mut held: Held) {
+        let how = ["unlock", "unlock", "unlock", "drop", "leave", "forget"][self.random.random_range(0..6)];
+        let Some(guard) = held.giving(how) else { return };
+        let outcome = match how {
+            "unlock" => Some(guard.unlock().await),
+            "drop" => {
+                drop(guard);
+                None
+            }
+            "leave" => {
+                let leaves = (self.random.random_range(0..4), Duration::from_millis(20));
+                unless_leaving(Some(leaves), guard.unlock()).await
+            }
+            _ => {
+                guard.forget();
+                Some(self.lock(held.lock).unlock().with_holder(holder).await)
+            }
+        };
+        if let Some(outcome) = outcome {
+            let outcome = match outcome {
+                Ok(()) => "ok".to_owned(),
+                Err(Error::Lost { .. }) => "lost".to_owned(),
+                Err(Error::Unknown { .. }) => "unknown".to_owned(),
+                Err(error) => error.to_string(),
+            };
+            self.recorder.record(now(), held.attempt, Event::Gave { outcome });
+        }
+    }
+
+    /// Guarded work in `run`, with an inner hold at times.
+    async fn run(&mut self, want: Want, end: Nanos) {
+        let mut asked = self.invoked(Want { leaves: None, ..want }, "run");
+        let attempt = asked.attempt;
+        let recorder = Arc::clone(&self.recorder);
+        let lock = self.lock(want.lock);
+        let time = if self.random.random_bool(0.04) && now() < end { self.up_to(1_800) } else { self.up_to(10) };
+        let (works, nests) = (self.random.random_bool(0.6), self.random.random_bool(0.3));
+        let mut began = false;
+        let guarded = async {
+            began = true;
+            recorder.record(now(), attempt, Event::Granted { remaining: 0 });
+            if nests {
+                let inner = Want { leaves: None, lease: None, wait: None, ..want };
+                if let Some(held) = self.acquire(inner).await {
+                    self.give(want.holder, held).await;
+                }
+            }
+            let mut read = None;
+            if works {
+                recorder.record(now(), attempt, Event::SectionBegan);
+                read = self.raise(want.lock).await.map(|read| (now(), read));
+            }
+            sleep(time).await;
+            (now(), read)
+        };
+        let request = lock.run(guarded);
+        let request = if let Some(wait) = want.wait { request.wait(wait) } else { request };
+        let request = if let Some(lease) = want.lease { request.lease(lease) } else { request };
+        let outcome = unless_leaving(want.leaves, request.with_holder(want.holder)).await;
+        let at = now();
+        match outcome {
+            None => asked.answer(Event::Cancelled),
+            Some(Ok((ended, read))) => {
+                asked.answered = true;
+                if let Some((at, read)) = read {
+                    self.recorder.record(at, attempt, Event::SectionEnded { read, proven: true });
+                }
+                self.recorder.record(ended, attempt, Event::Giving { how: "run".into() });
+                self.recorder.record(at, attempt, Event::Gave { outcome: "ok".into() });
+            }
+            Some(Err(error)) if began => {
+                if let Error::Lost { reason, .. } = &error {
+                    self.recorder.record(at, attempt, Event::Lost { reason: format!("{reason:?}") });
+                }
+                asked.answer(Event::Unknown { why: error.to_string() });
+            }
+            Some(Err(error)) => asked.answer(refused(&error)),
+        }
+    }
+}

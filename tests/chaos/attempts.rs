@@ -1,0 +1,187 @@
+//! The events of a history, put together again: what became of each attempt to hold a lock.
+
+use std::collections::HashMap;
+
+use super::history::{Event, Fault, History, Line, MS, Nanos, slot_of};
+
+/// For how long a process must have had no fault until all that was unclear is settled in its background.
+pub const SETTLED: Nanos = 2_000 * MS;
+
+/// One attempt to hold a lock, and what became of it.
+#[derive(Debug, Clone, Default)]
+pub struct Attempt {
+    pub process: u64,
+    pub lock: usize,
+    pub owner: String,
+    pub how: String,
+    pub invoked: Nanos,
+    pub granted: Option<Nanos>,
+    /// Until when its holder has said to be sure.
+    pub sure_until: Nanos,
+    /// When it said so, and until when each time.
+    pub said: Vec<(Nanos, Nanos)>,
+    /// When the acquire ended without a grant, and whether it is certain that it left nothing.
+    pub ended: Option<(Nanos, bool)>,
+    pub lost: Option<Nanos>,
+    pub giving: Option<Nanos>,
+    pub gave: Option<(Nanos, String)>,
+    pub sections: Vec<Section>,
+}
+
+/// A guarded read and write of the lock's register.
+#[derive(Debug, Clone, Default)]
+pub struct Section {
+    pub began: Nanos,
+    /// When it was over, the number that it read, and whether the lock was held all the time.
+    pub ended: Option<(Nanos, u64, bool)>,
+}
+
+impl Attempt {
+    /// From when until when its owner was sure to have the lock, all by the library's word: from the grant's return to
+    /// the invocation of what gave it back, if that was confirmed; otherwise no longer than it was said to last.
+    pub fn sure(&self) -> Option<(Nanos, Nanos)> {
+        let from = self.granted?;
+        let to = match (&self.gave, self.giving) {
+            (Some((_, outcome)), Some(giving)) if outcome == "ok" => giving,
+            (_, Some(giving)) => giving.min(self.sure_until),
+            (_, None) => self.sure_until,
+        };
+        (from < to).then_some((from, to))
+    }
+
+    /// When the caller heard the end of the acquire.
+    pub fn answered(&self) -> Option<Nanos> {
+        self.granted.or(self.ended.map(|(at, _)| at))
+    }
+}
+
+/// A history that has been read with understanding.
+pub struct Story<'a> {
+    pub attempts: Vec<Attempt>,
+    pub history: &'a History,
+    killed: HashMap<u64, Nanos>,
+    longest_lease: Nanos,
+}
+
+impl<'a> Story<'a> {
+    pub fn new(history: &'a History) -> Self {
+        let mut lines: Vec<&Line> = history.lines.iter().collect();
+        lines.sort_by_key(|line| line.at);
+        let mut attempts: Vec<Attempt> = Vec::new();
+        let mut places: HashMap<(u64, u64), usize> = HashMap::new();
+        let mut longest_lease = 0;
+        // The beginnings first: an event may bear the time of the one before it.
+        for line in &lines {
+            if let Event::Invoked { lock, owner, how, lease } = &line.event {
+                longest_lease = longest_lease.max(*lease);
+                places.insert((line.process, line.attempt), attempts.len());
+                attempts.push(Attempt {
+                    process: line.process,
+                    lock: *lock,
+                    owner: owner.clone(),
+                    how: how.clone(),
+                    invoked: line.at,
+                    ..Attempt::default()
+                });
+            }
+        }
+        for Line { at, process, attempt, event } in lines {
+            if let Some(place) = places.get(&(*process, *attempt)) {
+                attempts[*place].take(*at, event);
+            }
+        }
+        let killed = history.killed.iter().copied().collect();
+        Self { attempts, history, killed, longest_lease }
+    }
+
+    /// When a process was killed, if it was.
+    pub fn killed(&self, process: u64) -> Option<Nanos> {
+        self.killed.get(&process).copied()
+    }
+
+    /// Until when an attempt may have a hold on the server. Never is `Nanos::MAX`.
+    pub fn may_hold_until(&self, attempt: &Attempt) -> Nanos {
+        let unclear_since = match (attempt.ended, &attempt.gave, attempt.giving) {
+            (Some((at, true)), ..) => return at,
+            // A `run` brings its result even where its release is still on its way.
+            (_, Some((at, outcome)), _) if outcome == "ok" && attempt.how != "run" => return *at,
+            (Some((at, false)), ..) => Some(at),
+            (None, gave, giving) => gave.as_ref().map(|(at, _)| *at).or(giving),
+        };
+        let settled = unclear_since.map(|since| self.settled(attempt.process, since.max(attempt.lost.unwrap_or(0))));
+        match (settled, self.killed(attempt.process)) {
+            (Some(settled), Some(killed)) if settled <= killed => settled,
+            (_, Some(killed)) => self.expired(attempt.process, killed),
+            (Some(settled), None) => settled,
+            (None, None) => Nanos::MAX,
+        }
+    }
+
+    /// Until when a write that was begun by then may still reach the server.
+    pub fn may_write_until(&self, attempt: &Attempt, since: Option<Nanos>) -> Nanos {
+        let since = since.or(attempt.ended.map(|(at, _)| at)).or(attempt.gave.as_ref().map(|(at, _)| *at));
+        match (since, self.killed(attempt.process)) {
+            (Some(since), _) => self.settled(attempt.process, since),
+            (None, Some(killed)) => self.expired(attempt.process, killed),
+            (None, None) => Nanos::MAX,
+        }
+    }
+
+    /// The first time after `since` at which the process has been without a fault for long enough.
+    fn settled(&self, process: u64, since: Nanos) -> Nanos {
+        let mut settled = since + SETTLED;
+        // One pass is enough: the faults are in the order of their beginnings.
+        for fault in self.faults_of(process) {
+            if fault.to + SETTLED > settled && fault.from < settled {
+                settled = fault.to + SETTLED;
+            }
+        }
+        settled
+    }
+
+    /// When all leases of a process that was killed then have run out, also those that were still on their way.
+    fn expired(&self, process: u64, killed: Nanos) -> Nanos {
+        let mut arrived = killed;
+        for fault in self.faults_of(process) {
+            if fault.from <= arrived {
+                arrived = arrived.max(fault.to);
+            }
+        }
+        arrived + self.longest_lease + 1_000 * MS
+    }
+
+    /// The faults that concern a process, in the order of their beginnings.
+    pub fn faults_of(&self, process: u64) -> impl Iterator<Item = &'a Fault> {
+        let slot = slot_of(process);
+        self.history.faults.iter().filter(move |fault| fault.slot.is_none_or(|of| of == slot))
+    }
+}
+
+impl Attempt {
+    fn say(&mut self, at: Nanos, remaining: Nanos) {
+        self.sure_until = self.sure_until.max(at + remaining);
+        self.said.push((at, at + remaining));
+    }
+
+    fn take(&mut self, at: Nanos, event: &Event) {
+        match event {
+            Event::Granted { remaining } => {
+                self.granted = Some(at);
+                self.say(at, *remaining);
+            }
+            Event::Failed { .. } => self.ended = Some((at, true)),
+            Event::Unknown { .. } | Event::Cancelled => self.ended = Some((at, false)),
+            Event::Sure { remaining } => self.say(at, *remaining),
+            Event::Lost { .. } => self.lost = Some(self.lost.map_or(at, |lost| lost.min(at))),
+            Event::Giving { .. } => self.giving = Some(at),
+            Event::Gave { outcome } => self.gave = Some((at, outcome.clone())),
+            Event::SectionBegan => self.sections.push(Section { began: at, ended: None }),
+            Event::SectionEnded { read, proven } => {
+                if let Some(section) = self.sections.last_mut() {
+                    section.ended = Some((at, *read, *proven));
+                }
+            }
+            Event::Invoked { .. } | Event::Count { .. } | Event::Ended { .. } => {}
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! What happened in a run: events with their times on a clock that all processes of the machine share.
+//!
+//! Each process appends its events to a file of its own, one line each, in one write: a process that is killed loses
+//! nothing that it has said. What an operation brings is written after it, that it begins before it. A time is always
+//! taken *before* the library is asked whether a lock is held, so that the answer is about that time or a later one.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Write};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
+
+/// Nanoseconds of CLOCK_MONOTONIC.
+pub type Nanos = u64;
+
+pub const MS: Nanos = 1_000_000;
+
+/// Now, by the clock that tokio's and the library's deadlines run on, too.
+pub fn now() -> Nanos {
+    let time = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("the clock");
+    time.tv_sec() as Nanos * 1_000 * MS + time.tv_nsec() as Nanos
+}
+
+/// What somebody says about one attempt to hold a lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// An acquire begins. Whose it would be is known before.
+    Invoked { lock: usize, owner: String, how: String, lease: Nanos },
+    /// It holds the lock, and does so for that much longer (0: no word on that).
+    Granted { remaining: Nanos },
+    /// The acquire has ended, and it is certain that it left nothing on the server.
+    Failed { why: String },
+    /// The acquire has ended; it may have left something, which the background gives back.
+    Unknown { why: String },
+    /// The caller went away.
+    Cancelled,
+    /// The lock is not lost, and will not be for that much longer.
+    Sure { remaining: Nanos },
+    /// The holder was told of a loss.
+    Lost { reason: String },
+    /// The hold is about to be given back.
+    Giving { how: String },
+    /// What giving back brought: "ok", "lost", "unknown", or words.
+    Gave { outcome: String },
+    /// How many holds the server counts for the owner, and how many there are.
+    Count { expected: u64, found: u64 },
+    /// A guarded section is about to touch the lock's register.
+    SectionBegan,
+    /// It has read that number and written the next one; `proven` if the lock was held until now.
+    SectionEnded { read: u64, proven: bool },
+    /// The process has finished all its operations, and has that many tasks more than before it made its client.
+    Ended { tasks: u64, shutdown: String },
+}
+
+/// An event with its place and time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Line {
+    pub at: Nanos,
+    pub process: u64,
+    pub attempt: u64,
+    pub event: Event,
+}
+
+/// A fault, from its beginning to its end. It concerns the processes of one slot, or all.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fault {
+    pub from: Nanos,
+    pub to: Nanos,
+    pub kind: String,
+    pub slot: Option<u64>,
+}
+
+/// What the server had, at some time between the two.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sample {
+    pub from: Nanos,
+    pub to: Nanos,
+    pub held: Vec<Key>,
+}
+
+/// A lock's key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Key {
+    pub lock: usize,
+    pub owner: String,
+    pub count: u64,
+    pub pttl: i64,
+}
+
+/// All of it.
+#[derive(Debug, Clone, Default)]
+pub struct History {
+    pub lines: Vec<Line>,
+    pub faults: Vec<Fault>,
+    pub samples: Vec<Sample>,
+    /// Processes that were killed, and when that was certain.
+    pub killed: Vec<(u64, Nanos)>,
+    /// What was there when all was over and should not be.
+    pub left: Vec<String>,
+}
+
+/// The slot of a process: its successor after a kill has the same.
+pub fn slot_of(process: u64) -> u64 {
+    process % 100
+}
+
+/// The process in a slot after that many kills.
+pub fn process_of(slot: u64, incarnation: u64) -> u64 {
+    incarnation * 100 + slot
+}
+
+/// Where a process writes down what happens.
+pub struct Recorder {
+    file: File,
+    process: u64,
+    attempts: AtomicU64,
+}
+
+impl Recorder {
+    pub fn open(path: &Path, process: u64) -> Self {
+        let file = File::options().create(true).append(true).open(path).expect("a file for the history");
+        Self { file, process, attempts: AtomicU64::new(1) }
+    }
+
+    /// A number for a new attempt.
+    pub fn attempt(&self) -> u64 {
+        self.attempts.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Writes down what happened at that time.
+    pub fn record(&self, at: Nanos, attempt: u64, event: Event) {
+        let mut line = Line { at, process: self.process, attempt, event }.to_json().to_string();
+        line.push('\n');
+        (&self.file).write_all(line.as_bytes()).expect("a line of the history");
+    }
+}
+
+impl Line {
+    fn to_json(&self) -> Value {
+        let (name, mut fields) = match &self.event {
+            Event::Invoked { lock, owner, how, lease } => {
+                ("invoked", json!({ "lock": lock, "owner": owner, "how": how, "lease": lease }))
+            }
+            Event::Granted { remaining } => ("granted", json!({ "remaining": remaining })),
+            Event::Failed { why } => ("failed", json!({ "why": why })),
+            Event::Unknown { why } => ("unknown", json!({ "why": why })),
+            Event::Cancelled => ("cancelled", json!({})),
+            Event::Sure { remaining } => ("sure", json!({ "remaining": remaining })),
+            Event::Lost { reason } => ("lost", json!({ "why": reason })),
+            Event::Giving { how } => ("giving", json!({ "how": how })),
+            Event::Gave { outcome } => ("gave", json!({ "why": outcome })),
+            Event::Count { expected, found } => ("count", json!({ "expected": expected, "found": found })),
+            Event::SectionBegan => ("section", json!({})),
+            Event::SectionEnded { read, proven } => ("section ended", json!({ "read": read, "proven": proven })),
+            Event::Ended { tasks, shutdown } => ("ended", json!({ "tasks": tasks, "why": shutdown })),
+        };
+        fields["at"] = self.at.into();
+        fields["process"] = self.process.into();
+        fields["attempt"] = self.attempt.into();
+        fields["event"] = name.into();
+        fields
+    }
+
+    /// Reads a line; `None` for one that its writer did not finish.
+    fn from_json(text: &str) -> Option<Self> {
+        let value: Value = serde_json::from_str(text).ok()?;
+        let number = |name: &str| value[name].as_u64();
+        let word = |name: &str| value[name].as_str().map(str::to_owned);
+        let event = match value["event"].as_str()? {
+            "invoked" => Event::Invoked {
+                lock: number("lock")? as usize,
+                owner: word("owner")?,
+                how: word("how")?,
+                lease: number("lease")?,
+            },
+            "granted" => Event::Granted { remaining: number("remaining")? },
+            "failed" => Event::Failed { why: word("why")? },
+            "unknown" => Event::Unknown { why: word("why")? },
+            "cancelled" => Event::Cancelled,
+            "sure" => Event::Sure { remaining: number("remaining")? },
+            "lost" => Event::Lost { reason: word("why")? },
+            "giving" => Event::Giving { how: word("how")? },
+            "gave" => Event::Gave { outcome: word("why")? },
+            "count" => Event::Count { expected: number("expected")?, found: number("found")? },
+            "section" => Event::SectionBegan,
+            "section ended" => Event::SectionEnded { read: number("read")?, proven: value["proven"].as_bool()? },
+            "ended" => Event::Ended { tasks: number("tasks")?, shutdown: word("why")? },
+            _ => return None,
+        };
+        Some(Self { at: number("at")?, process: number("process")?, attempt: number("attempt")?, event })
+    }
+}
+
+impl History {
+    /// Takes in what a process has written.
+    pub fn read(&mut self, path: &Path) -> io::Result<()> {
+        for line in BufReader::new(File::open(path)?).lines() {
+            self.lines.extend(Line::from_json(&line?));
+        }
+        Ok(())
+    }
+
+    /// Writes everything into one file, for people.
+    pub fn write(&self, path: &Path) -> io::Result<()> {
+        let mut all: Vec<(Nanos, Value)> = self.lines.iter().map(|line| (line.at, line.to_json())).collect();
+        all.extend(self.faults.iter().map(|fault| {
+            let Fault { from, to, kind, slot } = fault;
+            (*from, json!({ "at": from, "to": to, "event": "fault", "kind": kind, "slot": slot }))
+        }));
+        all.extend(self.samples.iter().filter(|sample| !sample.held.is_empty()).map(|sample| {
+            let held = sample.held.iter().map(|key| json!([key.lock, key.owner, key.count, key.pttl]));
+            let held: Vec<_> = held.collect();
+            (sample.from, json!({ "at": sample.from, "to": sample.to, "event": "server", "held": held }))
+        }));
+        all.extend(
+            self.killed.iter().map(|(process, at)| (*at, json!({ "at": at, "event": "killed", "process": process }))),
+        );
+        all.sort_by_key(|(at, _)| *at);
+        let mut file = io::BufWriter::new(File::create(path)?);
+        for (_, value) in all {
+            writeln!(file, "{value}")?;
+        }
+        file.flush()
+    }
+}
+
+#[test]
+fn what_is_written_is_read_again() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("history");
+    let events = [
+        Event::Invoked { lock: 1, owner: "a:1".into(), how: "lock".into(), lease: 5 },
+        Event::Granted { remaining: 4 },
+        Event::Failed { why: "contended".into() },
+        Event::Unknown { why: "no \"answer\"".into() },
+        Event::Cancelled,
+        Event::Sure { remaining: 3 },
+        Event::Lost { reason: "expired".into() },
+        Event::Giving { how: "drop".into() },
+        Event::Gave { outcome: "ok".into() },
+        Event::Count { expected: 2, found: 1 },
+        Event::SectionBegan,
+        Event::SectionEnded { read: 7, proven: true },
+        Event::Ended { tasks: 0, shutdown: "ok".into() },
+    ];
+    let recorder = Recorder::open(&path, 102);
+    let attempt = recorder.attempt();
+    for (at, event) in events.iter().enumerate() {
+        recorder.record(at as Nanos, attempt, event.clone());
+    }
+    // As a process leaves it that is killed while it writes.
+    (&recorder.file).write_all(b"{\"at\":1").unwrap();
+    let mut history = History::default();
+    history.read(&path).unwrap();
+    let read: Vec<_> = history.lines.iter().map(|line| line.event.clone()).collect();
+    assert_eq!(read, events);
+    assert!(history.lines.iter().all(|line| line.process == 102 && line.attempt == attempt));
+}

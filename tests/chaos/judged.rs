@@ -1,0 +1,262 @@
+//! The judge is judged: histories made by hand, each with one thing wrong, and clean ones that look suspicious.
+
+use super::history::{Event, Fault, History, Key, Line, MS, Nanos, Sample};
+use super::judge::{Rule, judge};
+
+/// What the server tells of each key's expiry, in milliseconds, unless a test says otherwise.
+const PTTL: i64 = 2_000;
+
+/// A history in milliseconds, in which the server has what it is told to have.
+#[derive(Default)]
+struct Tale(History);
+
+impl Tale {
+    fn line(mut self, at: Nanos, process: u64, attempt: u64, event: Event) -> Self {
+        self.0.lines.push(Line { at: at * MS, process, attempt, event });
+        self
+    }
+
+    fn invoked(self, at: Nanos, process: u64, attempt: u64) -> Self {
+        let invoked = Event::Invoked { lock: 0, owner: owner(process), how: "lock".into(), lease: 2_000 * MS };
+        self.line(at, process, attempt, invoked)
+    }
+
+    /// An acquire that is granted at once, and sure for two seconds.
+    fn granted(self, at: Nanos, process: u64, attempt: u64) -> Self {
+        let granted = Event::Granted { remaining: 2_000 * MS };
+        self.invoked(at - 5, process, attempt).line(at, process, attempt, granted)
+    }
+
+    fn gave(self, at: Nanos, process: u64, attempt: u64, outcome: &str) -> Self {
+        self.line(at, process, attempt, Event::Giving { how: "unlock".into() }).line(
+            at + 5,
+            process,
+            attempt,
+            Event::Gave { outcome: outcome.into() },
+        )
+    }
+
+    fn fault(mut self, from: Nanos, to: Nanos, kind: &str, slot: Option<u64>) -> Self {
+        self.0.faults.push(Fault { from: from * MS, to: to * MS, kind: kind.into(), slot });
+        self
+    }
+
+    /// The server is asked every 10 ms from one time to the other, and answers that.
+    fn server(mut self, from: Nanos, to: Nanos, held: &[(u64, u64)]) -> Self {
+        let key = |(process, count): &(u64, u64)| Key { lock: 0, owner: owner(*process), count: *count, pttl: PTTL };
+        for at in (from..to).step_by(10) {
+            let held = held.iter().map(key).collect();
+            self.0.samples.push(Sample { from: at * MS, to: (at + 1) * MS, held });
+        }
+        self
+    }
+
+    fn section(self, from: Nanos, to: Nanos, process: u64, attempt: u64, read: u64, proven: bool) -> Self {
+        self.line(from, process, attempt, Event::SectionBegan).line(
+            to,
+            process,
+            attempt,
+            Event::SectionEnded { read, proven },
+        )
+    }
+
+    #[track_caller]
+    fn breaks(self, rules: &[Rule]) {
+        let violations = judge(&self.0);
+        let mut found: Vec<_> = violations.iter().map(|violation| violation.rule).collect();
+        found.dedup();
+        assert_eq!(found, rules, "{violations:#?}");
+    }
+}
+
+fn owner(process: u64) -> String {
+    format!("client:{process}")
+}
+
+#[test]
+fn a_clean_history_is_not_accused() {
+    Tale::default()
+        .granted(100, 1, 1)
+        .line(120, 1, 2, Event::Invoked { lock: 0, owner: owner(1), how: "lock".into(), lease: 2_000 * MS })
+        .line(125, 1, 2, Event::Granted { remaining: 2_000 * MS })
+        .line(126, 1, 2, Event::Count { expected: 2, found: 2 })
+        .section(130, 140, 1, 1, 0, true)
+        .gave(150, 1, 2, "ok")
+        .gave(170, 1, 1, "ok")
+        .granted(190, 2, 1)
+        .section(191, 195, 2, 1, 1, true)
+        .gave(200, 2, 1, "ok")
+        .invoked(210, 1, 3)
+        .line(220, 1, 3, Event::Failed { why: "contended".into() })
+        .line(900, 1, 0, Event::Ended { tasks: 0, shutdown: "ok".into() })
+        .server(0, 90, &[])
+        .server(100, 120, &[(1, 1)])
+        .server(130, 150, &[(1, 2)])
+        .server(160, 170, &[(1, 1)])
+        .server(190, 200, &[(2, 1)])
+        .server(210, 5_000, &[])
+        .breaks(&[]);
+}
+
+#[test]
+fn two_that_are_sure_at_once_are_found() {
+    // The first gave nothing back, and was said to be sure until 2100.
+    Tale::default()
+        .granted(100, 1, 1)
+        .granted(1_000, 2, 1)
+        .gave(1_100, 2, 1, "ok")
+        .gave(1_200, 1, 1, "lost")
+        .breaks(&[Rule::Exclusion]);
+}
+
+#[test]
+fn a_confirmed_unlock_says_that_the_lock_was_held_until_then() {
+    let tale = |outcome| {
+        Tale::default().granted(100, 1, 1).granted(2_200, 2, 1).gave(2_300, 2, 1, "ok").gave(2_400, 1, 1, outcome)
+    };
+    tale("ok").breaks(&[Rule::Exclusion]);
+    tale("lost").breaks(&[]);
+}
+
+#[test]
+fn a_lease_that_has_run_out_is_no_claim() {
+    // Killed, stopped, or lost: nobody is sure without having asked.
+    let mut tale = Tale::default().granted(100, 1, 1).granted(2_200, 2, 1).gave(2_300, 2, 1, "ok");
+    tale.0.killed.push((1, 300 * MS));
+    tale.breaks(&[]);
+    Tale::default()
+        .granted(100, 1, 1)
+        .fault(200, 2_500, "worker stopped (SIGSTOP)", Some(1))
+        .granted(2_200, 2, 1)
+        .gave(2_300, 2, 1, "ok")
+        .line(2_600, 1, 1, Event::Lost { reason: "Expired".into() })
+        .gave(2_700, 1, 1, "lost")
+        .breaks(&[]);
+}
+
+#[test]
+fn an_owner_that_the_server_does_not_know_is_found() {
+    Tale::default().granted(100, 1, 1).gave(500, 1, 1, "ok").server(110, 200, &[]).breaks(&[Rule::Unfounded]);
+    // It is there, but not for the two seconds that were said.
+    let mut tale = Tale::default().granted(100, 1, 1).gave(500, 1, 1, "ok").server(110, 120, &[(1, 1)]);
+    tale.0.samples[0].held[0].pttl = 1_900;
+    tale.breaks(&[Rule::Unfounded]);
+    // Before, and after it was about to be given back, the server may say what it likes.
+    Tale::default().granted(100, 1, 1).gave(500, 1, 1, "ok").server(0, 100, &[]).server(500, 600, &[]).breaks(&[]);
+}
+
+#[test]
+fn a_holder_that_did_not_hear_of_its_loss_is_found() {
+    let tale =
+        || Tale::default().granted(100, 1, 1).granted(2_200, 2, 1).gave(2_300, 2, 1, "ok").gave(9_000, 1, 1, "lost");
+    tale().breaks(&[Rule::NotTold]);
+    tale().line(2_150, 1, 1, Event::Lost { reason: "Expired".into() }).breaks(&[]);
+    // Being cut off is no excuse, standing still is.
+    tale().fault(200, 8_000, "both ways held", Some(1)).breaks(&[Rule::NotTold]);
+    tale().fault(200, 8_000, "worker stopped (SIGSTOP)", Some(1)).breaks(&[]);
+}
+
+#[test]
+fn a_hold_that_nobody_has_is_found() {
+    let tale = || Tale::default().granted(100, 1, 1).gave(200, 1, 1, "ok");
+    tale().server(300, 310, &[(1, 1)]).breaks(&[Rule::Leak]);
+    // One too many.
+    tale().server(110, 120, &[(1, 2)]).breaks(&[Rule::Leak]);
+    // Of somebody who never was.
+    tale().server(300, 310, &[(7, 1)]).breaks(&[Rule::Leak]);
+}
+
+#[test]
+fn an_acquire_that_is_said_to_have_failed_and_left_a_hold_is_found() {
+    let failed = Event::Failed { why: "contended".into() };
+    Tale::default().invoked(100, 1, 1).line(200, 1, 1, failed).server(250, 260, &[(1, 1)]).breaks(&[Rule::Leak]);
+}
+
+#[test]
+fn what_is_not_known_has_time_to_settle_after_the_faults() {
+    let unknown = Event::Unknown { why: "no answer".into() };
+    let tale = || {
+        Tale::default().invoked(100, 1, 1).line(200, 1, 1, unknown.clone()).fault(50, 4_000, "requests held", Some(1))
+    };
+    tale().server(5_900, 5_910, &[(1, 1)]).breaks(&[]);
+    tale().server(6_100, 6_110, &[(1, 1)]).breaks(&[Rule::Leak]);
+    // A caller that went away, with no fault.
+    let left = || Tale::default().invoked(100, 1, 1).line(200, 1, 1, Event::Cancelled);
+    left().server(2_300, 2_310, &[(1, 1)]).breaks(&[Rule::Leak]);
+    // Another process' faults are none of its own.
+    left().fault(50, 4_000, "requests held", Some(2)).server(2_300, 2_310, &[(1, 1)]).breaks(&[Rule::Leak]);
+}
+
+#[test]
+fn the_leases_of_the_killed_run_out() {
+    let killed = || {
+        let mut tale = Tale::default().granted(100, 1, 1);
+        tale.0.killed.push((1, 500 * MS));
+        tale
+    };
+    killed().server(2_300, 2_310, &[(1, 1)]).breaks(&[]);
+    killed().server(3_600, 3_610, &[(1, 1)]).breaks(&[Rule::Leak]);
+}
+
+#[test]
+fn a_key_without_an_expiry_is_found() {
+    let mut tale = Tale::default().granted(100, 1, 1).gave(200, 1, 1, "ok").server(110, 120, &[(1, 1)]);
+    tale.0.samples[0].held[0].pttl = -1;
+    tale.breaks(&[Rule::NoExpiry]);
+}
+
+#[test]
+fn a_wrong_count_is_found() {
+    let count = Event::Count { expected: 2, found: 1 };
+    Tale::default().granted(100, 1, 1).line(110, 1, 1, count).gave(200, 1, 1, "ok").breaks(&[Rule::Count]);
+}
+
+#[test]
+fn an_unlock_that_succeeds_after_the_loss_was_told_is_found() {
+    let lost = Event::Lost { reason: "Expired".into() };
+    let tale = |told| Tale::default().granted(100, 1, 1).line(told, 1, 1, lost.clone()).gave(400, 1, 1, "ok");
+    tale(300).breaks(&[Rule::Lie]);
+    tale(401).breaks(&[]);
+}
+
+#[test]
+fn a_waiter_before_a_free_lock_is_found() {
+    let tale = |granted| {
+        let tale = Tale::default().granted(100, 1, 1).invoked(150, 2, 1).gave(200, 1, 1, "ok");
+        let tale = tale.line(granted, 2, 1, Event::Granted { remaining: 0 }).gave(granted + 5, 2, 1, "ok");
+        tale.server(0, 90, &[]).server(100, 200, &[(1, 1)]).server(210, granted, &[])
+    };
+    tale(400).breaks(&[]);
+    tale(2_500).breaks(&[Rule::LostWakeup]);
+    // A fault excuses it, for a while, and only where it was.
+    tale(2_500).fault(190, 300, "replies held", Some(2)).breaks(&[]);
+    tale(2_500).fault(190, 300, "replies held", Some(1)).breaks(&[Rule::LostWakeup]);
+    tale(4_000).fault(190, 300, "CLIENT KILL", None).breaks(&[Rule::LostWakeup]);
+    // The line in its process moves.
+    tale(2_500).granted(1_303, 2, 2).gave(1_307, 2, 2, "ok").breaks(&[]);
+}
+
+#[test]
+fn a_lost_update_is_found() {
+    let tale = |read| {
+        let tale = Tale::default().granted(100, 1, 1).section(110, 120, 1, 1, 4, true).gave(130, 1, 1, "ok");
+        tale.granted(200, 2, 1).section(210, 220, 2, 1, read, true).gave(230, 2, 1, "ok")
+    };
+    tale(5).breaks(&[]);
+    tale(4).breaks(&[Rule::LostUpdate]);
+    // Somebody who was not sure may have written in between.
+    let unsure = tale(4).granted(50, 3, 1).section(60, 140, 3, 1, 4, false);
+    unsure.gave(95, 3, 1, "ok").breaks(&[]);
+}
+
+#[test]
+fn what_never_ends_is_found() {
+    Tale::default().invoked(100, 1, 1).breaks(&[Rule::Conservation]);
+    Tale::default().granted(100, 1, 1).breaks(&[Rule::Conservation]);
+    Tale::default().line(1, 1, 0, Event::Ended { tasks: 1, shutdown: "ok".into() }).breaks(&[Rule::Conservation]);
+    let timed_out = Event::Ended { tasks: 0, shutdown: "timed out".into() };
+    Tale::default().line(1, 1, 0, timed_out).breaks(&[Rule::Conservation]);
+    let mut tale = Tale::default();
+    tale.0.left.push("a channel".into());
+    tale.breaks(&[Rule::Conservation]);
+}

@@ -1,0 +1,88 @@
+//! What a run says at its end.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::attempts::Story;
+use super::history::{Event, History, Nanos};
+use super::judge::Violation;
+use super::run::Verdict;
+
+/// A run's figures.
+pub struct Figures {
+    pub grants: usize,
+    rows: Vec<(String, String)>,
+}
+
+impl Figures {
+    pub fn new(seed: u64, seconds: u64, verdict: &Verdict) -> Self {
+        let Verdict { history, violations, .. } = verdict;
+        let story = Story::new(history);
+        let count = |wanted: fn(&Event) -> bool| history.lines.iter().filter(|line| wanted(&line.event)).count();
+        let grants = count(|event| matches!(event, Event::Granted { .. }));
+        let processes = story.attempts.iter().map(|attempt| attempt.process).collect::<HashSet<_>>();
+        let mut rows = Vec::new();
+        let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));
+        row("seed", seed.to_string());
+        row("seconds", seconds.to_string());
+        row("processes", format!("{} ({} killed)", processes.len(), history.killed.len()));
+        row("grants", grants.to_string());
+        row("grants/s", (grants as u64 / seconds.max(1)).to_string());
+        row("re-entries", reentries(&story).to_string());
+        row("callers that left", count(|event| matches!(event, Event::Cancelled)).to_string());
+        row("losses told", story.attempts.iter().filter(|attempt| attempt.lost.is_some()).count().to_string());
+        let unknown = count(|event| matches!(event, Event::Unknown { .. }));
+        let unlocks = count(|event| matches!(event, Event::Gave { outcome } if outcome == "unknown"));
+        row("unknown outcomes", format!("{} ({unlocks} of unlocks)", unknown + unlocks));
+        row("guarded sections", count(|event| matches!(event, Event::SectionEnded { proven: true, .. })).to_string());
+        row("looks at the server", history.samples.len().to_string());
+        for (kind, number) in kinds(history) {
+            row(&kind, number.to_string());
+        }
+        row("violations", violations.len().to_string());
+        Self { grants, rows }
+    }
+
+    pub fn print(&self, seed: u64, seconds: u64) {
+        println!();
+        for (name, value) in &self.rows {
+            println!("{name:<34} {value:>16}");
+        }
+        println!("seed {seed} reproduces the fault schedule: make chaos CHAOS_SECONDS={seconds} CHAOS_SEED={seed}");
+    }
+}
+
+fn kinds(history: &History) -> BTreeMap<String, usize> {
+    let mut kinds = BTreeMap::new();
+    for fault in &history.faults {
+        *kinds.entry(format!("fault: {}", fault.kind)).or_default() += 1;
+    }
+    kinds
+}
+
+/// Grants to an owner that had the lock already.
+fn reentries(story: &Story) -> usize {
+    let mut held_until: HashMap<(usize, &str), Nanos> = HashMap::new();
+    let mut attempts: Vec<_> = story.attempts.iter().filter(|attempt| attempt.granted.is_some()).collect();
+    attempts.sort_by_key(|attempt| attempt.granted);
+    let mut number = 0;
+    for attempt in attempts {
+        let ended = attempt.giving.or(attempt.ended.map(|(at, _)| at)).unwrap_or(Nanos::MAX);
+        let until = held_until.entry((attempt.lock, &attempt.owner)).or_default();
+        number += usize::from(attempt.granted.is_some_and(|at| at < *until));
+        *until = ended.max(*until);
+    }
+    number
+}
+
+/// Leaves the history and what was found in it in files. Tells where.
+pub fn keep(seed: u64, history: &History, violations: &[Violation]) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("chaos");
+    fs::create_dir_all(&folder).expect("a folder for histories");
+    let path = folder.join(format!("seed-{seed}.jsonl"));
+    history.write(&path).expect("the history");
+    let list: String = violations.iter().map(|violation| format!("{violation}\n")).collect();
+    fs::write(folder.join(format!("seed-{seed}.violations")), list).expect("the violations");
+    path
+}

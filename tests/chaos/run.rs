@@ -1,0 +1,261 @@
+//! A run: workers behind proxies, faults, somebody who looks at the server all the time, and the judge at the end.
+
+use std::fs;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, sleep_until};
+
+use super::faults::{Incarnation, Planned, Slot, Stage};
+use super::history::{History, Key, Sample, now, process_of};
+use super::judge::{Violation, judge};
+use super::support::process::Worker;
+use super::support::proxy::Proxy;
+use super::support::server::Server;
+use super::worker::{BUSY_LOCKS, lock_name};
+
+/// For how long operations may take to come to an end when there are no faults and no leases of the killed any more.
+const DRAIN: Duration = Duration::from_secs(15);
+
+/// How often the server is looked at.
+const LOOK: Duration = Duration::from_millis(15);
+
+/// How often a run says how it is going.
+const PROGRESS: Duration = Duration::from_secs(5);
+
+pub struct Run {
+    pub seed: u64,
+    pub seconds: u64,
+    pub workers: u64,
+    /// Tasks in each worker.
+    pub tasks: u64,
+    /// The longest lease that is taken.
+    pub long_lease: Duration,
+    pub planned: Vec<Planned>,
+    pub server: Server,
+}
+
+pub struct Verdict {
+    pub history: History,
+    pub violations: Vec<Violation>,
+}
+
+impl Run {
+    pub async fn run(self) -> Verdict {
+        let begun = Instant::now();
+        let begins = tokio::time::Instant::now() + Duration::from_millis(200);
+        let folder = TempDir::with_prefix("redisson-lock-chaos-").expect("a temporary folder");
+        let url = self.server.url();
+        let end = now() + 200_000_000 + self.seconds * 1_000_000_000;
+        let mut slots = Vec::new();
+        for number in 0..self.workers {
+            let proxy = Proxy::start(&self.server).await;
+            let start = self.starter(number, proxy.url(), folder.path(), end);
+            let worker = Some(start(process_of(number, 0)));
+            slots.push(Slot {
+                number,
+                proxy,
+                flow: tokio::sync::Mutex::default(),
+                worker: tokio::sync::Mutex::new(Incarnation { number: 0, worker }),
+                start,
+            });
+        }
+        let server = tokio::sync::Mutex::new(self.server);
+        let stage = Arc::new(Stage { server, slots, faults: Mutex::default(), killed: Mutex::default() });
+        let observer = Observer::start(&url);
+        let mut acts = JoinSet::new();
+        for planned in self.planned {
+            let stage = Arc::clone(&stage);
+            acts.spawn(async move {
+                sleep_until(begins + Duration::from_millis(planned.at)).await;
+                stage.act(planned).await;
+            });
+        }
+        let mut progress = Progress::default();
+        while now() < end {
+            let pause = Duration::from_nanos(end.saturating_sub(now())).min(PROGRESS);
+            sleep(pause).await;
+            progress.look(folder.path());
+            let (faults, grants) = (stage.faults.lock().unwrap().len(), progress.grants);
+            println!("{:>5.0?}: {grants} grants, {faults} faults", begun.elapsed());
+        }
+        while let Some(act) = acts.join_next().await {
+            act.expect("a fault is done as planned");
+        }
+        let left = drain(&stage, &url, self.long_lease).await;
+        let samples = observer.stop();
+        let stage = Arc::into_inner(stage).expect("all faults are over");
+        let (faults, killed) = (stage.faults.into_inner().unwrap(), stage.killed.into_inner().unwrap());
+        let mut history = History { faults, samples, killed, left, ..History::default() };
+        for file in files(folder.path()) {
+            history.read(&file).expect("a worker's history");
+        }
+        history.faults.sort_by_key(|fault| fault.from);
+        let violations = judge(&history);
+        Verdict { history, violations }
+    }
+
+    fn starter(&self, number: u64, url: String, folder: &Path, end: u64) -> Box<dyn Fn(u64) -> Worker + Send + Sync> {
+        let (seed, tasks, direct) = (self.seed.to_string(), self.tasks.to_string(), self.server.url());
+        let (folder, end, long_lease) = (folder.to_owned(), end.to_string(), self.long_lease.as_millis().to_string());
+        // Every second one waits for messages alone.
+        let patient = (number % 2).to_string();
+        Box::new(move |process| {
+            let (log, process) = (folder.join(process.to_string()), process.to_string());
+            let log = log.to_str().expect("a path in UTF-8");
+            Worker::start(
+                "chaos",
+                &[
+                    ("URL", &*url),
+                    ("DIRECT", &*direct),
+                    ("LOG", log),
+                    ("PROCESS", &*process),
+                    ("PATIENT", &*patient),
+                    ("SEED", &*seed),
+                    ("TASKS", &*tasks),
+                    ("LONG_LEASE", &*long_lease),
+                    ("END", &*end),
+                ],
+            )
+        })
+    }
+}
+
+/// Waits until everything has come to its end. Tells what has not.
+async fn drain(stage: &Stage, url: &str, long_lease: Duration) -> Vec<String> {
+    let client = redis::Client::open(url).expect("the server's URL");
+    let mut redis = client.get_multiplexed_async_connection().await.expect("a connection");
+    let mut left = Vec::new();
+    let workers = stage.slots.len();
+    let mut idle = 0;
+    let limit = Instant::now() + long_lease + DRAIN;
+    while idle < workers && Instant::now() < limit {
+        sleep(Duration::from_millis(20)).await;
+        idle = redis::cmd("GET").arg("idle").query_async(&mut redis).await.ok().flatten().unwrap_or(0);
+    }
+    if idle < workers {
+        left.push(format!("{} of {workers} workers did not come to an end", workers - idle));
+    }
+    // The clients are alive and have nothing to do: what there is now is left over, but for leases of the killed.
+    let limit = Instant::now() + long_lease + Duration::from_secs(2);
+    loop {
+        let locks = (0..=BUSY_LOCKS).map(lock_name);
+        let keys = redis::cmd("EXISTS").arg(locks.collect::<Vec<_>>()).query_async(&mut redis).await;
+        let channels = redis::cmd("PUBSUB").arg("CHANNELS").query_async(&mut redis).await;
+        match (keys, channels) {
+            (Ok(0), Ok(channels)) if Vec::is_empty(&channels) => break,
+            (keys, channels) if Instant::now() > limit => {
+                let channels: redis::RedisResult<Vec<String>> = channels;
+                left.push(format!("with nobody at work: keys: {keys:?}, channels: {channels:?}"));
+                break;
+            }
+            _ => sleep(Duration::from_millis(20)).await,
+        }
+    }
+    redis::cmd("SET").arg("exit").arg(1).exec_async(&mut redis).await.expect("SET");
+    let limit = Instant::now() + DRAIN;
+    for slot in &stage.slots {
+        let mut incarnation = slot.worker.lock().await;
+        let Some(worker) = &mut incarnation.worker else { continue };
+        let status = loop {
+            match worker.status() {
+                None if Instant::now() < limit => sleep(Duration::from_millis(5)).await,
+                status => break status,
+            }
+        };
+        if !status.is_some_and(|status| status.success()) {
+            left.push(format!("worker {} ended with {status:?}", slot.number));
+        }
+    }
+    left
+}
+
+/// Looks at the locks on the server, on a thread of its own.
+struct Observer {
+    stop: Arc<AtomicBool>,
+    thread: thread::JoinHandle<Vec<Sample>>,
+}
+
+impl Observer {
+    fn start(url: &str) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let client = redis::Client::open(url).expect("the server's URL");
+        let stopped = Arc::clone(&stop);
+        let thread = thread::spawn(move || {
+            let mut samples = Vec::new();
+            let mut connection = None;
+            while !stopped.load(Ordering::Acquire) {
+                let limit = Duration::from_secs(10);
+                let looked = match connection.take().or_else(|| client.get_connection_with_timeout(limit).ok()) {
+                    Some(mut open) => {
+                        let _ = open.set_read_timeout(Some(limit));
+                        look(&mut open).map(|sample| (open, sample))
+                    }
+                    None => None,
+                };
+                if let Some((open, sample)) = looked {
+                    connection = Some(open);
+                    samples.push(sample);
+                }
+                thread::sleep(LOOK);
+            }
+            samples
+        });
+        Self { stop, thread }
+    }
+
+    fn stop(self) -> Vec<Sample> {
+        self.stop.store(true, Ordering::Release);
+        self.thread.join().expect("the observer")
+    }
+}
+
+/// All locks at one moment: a script's time stands still.
+fn look(connection: &mut redis::Connection) -> Option<Sample> {
+    const LOOK: &str = "local all = {} for i, name in ipairs(KEYS) do \
+                        all[i] = {redis.call('pttl', name), redis.call('hgetall', name)} end return all";
+    type Found = Vec<(i64, Vec<(String, u64)>)>;
+    let names: Vec<_> = (0..=BUSY_LOCKS).map(lock_name).collect();
+    let from = now();
+    let found: Found = redis::cmd("EVAL").arg(LOOK).arg(names.len()).arg(names).query(connection).ok()?;
+    let to = now();
+    let keys = found.into_iter().enumerate().flat_map(|(lock, (pttl, fields))| {
+        fields.into_iter().map(move |(owner, count)| Key { lock, owner, count, pttl })
+    });
+    Some(Sample { from, to, held: keys.collect() })
+}
+
+/// Counts grants while the workers write.
+#[derive(Default)]
+struct Progress {
+    grants: usize,
+    seen: std::collections::HashMap<PathBuf, u64>,
+}
+
+impl Progress {
+    fn look(&mut self, folder: &Path) {
+        for path in files(folder) {
+            let seen = self.seen.entry(path.clone()).or_default();
+            let mut text = Vec::new();
+            let Ok(mut file) = fs::File::open(path) else { continue };
+            if file.seek(SeekFrom::Start(*seen)).and_then(|_| file.read_to_end(&mut text)).is_err() {
+                continue;
+            }
+            let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+            *seen += whole as u64;
+            let lines = text[..whole].split(|byte| *byte == b'\n');
+            const GRANTED: &[u8] = br#""granted""#;
+            self.grants += lines.filter(|line| line.windows(GRANTED.len()).any(|part| part == GRANTED)).count();
+        }
+    }
+}
+
+fn files(folder: &Path) -> Vec<PathBuf> {
+    fs::read_dir(folder).expect("the folder").map(|entry| entry.expect("an entry").path()).collect()
+}

@@ -1,0 +1,108 @@
+//! A worker process: a client, some actors, and an orderly end.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use redisson_lock::{Holder, LockClient};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::actor::Actor;
+use super::history::{Event, Recorder, now};
+use super::support::process::setting;
+
+/// The lease that is renewed. Short, so that some are lost.
+pub const WATCHDOG: Duration = Duration::from_millis(1_500);
+
+/// Locks that all workers fight for. The one after them is for those that only messages wake.
+pub const BUSY_LOCKS: usize = 6;
+
+/// The name of a lock.
+pub fn lock_name(lock: usize) -> String {
+    format!("chaos:{lock}")
+}
+
+/// The register that a lock guards.
+pub fn register_name(lock: usize) -> String {
+    format!("register:{lock}")
+}
+
+/// Works until the time that the settings say, and then until it is told to end.
+pub async fn work() {
+    let number = |name: &str| setting(name).parse::<u64>().expect("a number");
+    let (process, end, patient) = (number("PROCESS"), number("END"), number("PATIENT") == 1);
+    let recorder = Arc::new(Recorder::open(Path::new(&setting("LOG")), process));
+    let direct = redis::Client::open(setting("DIRECT")).expect("the server's URL");
+    let tasks_before = tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let url = setting("URL");
+    let client = loop {
+        let recheck = if patient { Duration::from_secs(60) } else { Duration::from_millis(500) };
+        let connecting = LockClient::builder()
+            .watchdog_timeout(WATCHDOG)
+            .recheck_interval(recheck)
+            .retry_timeout(Duration::from_secs(3))
+            .connect_timeout(Duration::from_secs(1))
+            .connect(&url);
+        match connecting.await {
+            Ok(client) => break client,
+            // It was started into a fault.
+            Err(_) if now() < end => sleep(Duration::from_millis(50)).await,
+            Err(error) => panic!("no connection without any fault: {error}"),
+        }
+    };
+    let long_lease = Duration::from_millis(number("LONG_LEASE"));
+    let actor = |seed| Actor {
+        client: client.clone(),
+        recorder: Arc::clone(&recorder),
+        direct: direct.clone(),
+        connection: None,
+        random: StdRng::seed_from_u64(seed),
+        usual: Holder::new(),
+        long_lease,
+    };
+    let mut tasks = JoinSet::new();
+    for task in 0..number("TASKS") {
+        tasks.spawn(actor(number("SEED") ^ (process << 32) ^ (task << 16)).act(end));
+    }
+    for task in 0..if patient { 2 } else { 0 } {
+        tasks.spawn(actor(number("SEED") ^ (process << 32) ^ (task << 16) ^ (1 << 60)).hand_over(end));
+    }
+    while let Some(outcome) = tasks.join_next().await {
+        outcome.expect("no actor panics");
+    }
+    idle(&direct).await;
+    let shutdown = match client.shutdown().await {
+        Ok(()) => "ok".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    drop(client);
+    let left = || tokio::runtime::Handle::current().metrics().num_alive_tasks().saturating_sub(tasks_before);
+    // What was aborted, and the connections of `idle`, end within moments.
+    let _ = timeout(Duration::from_secs(3), async {
+        while left() > 0 {
+            sleep(Duration::from_millis(5)).await;
+        }
+    })
+    .await;
+    recorder.record(now(), 0, Event::Ended { tasks: left() as u64, shutdown });
+}
+
+/// Tells that all operations are over, and waits for the word to end, with the client alive.
+async fn idle(direct: &redis::Client) {
+    let mut told = false;
+    // The driver is patient for less than this, and kills when it goes.
+    for _ in 0..2_000 {
+        if let Ok(mut connection) = direct.get_multiplexed_async_connection().await {
+            if !told {
+                told = redis::cmd("INCR").arg("idle").exec_async(&mut connection).await.is_ok();
+            }
+            if redis::cmd("EXISTS").arg("exit").query_async(&mut connection).await == Ok(1) {
+                return;
+            }
+        }
+        sleep(Duration::from_millis(50)).await;
+    }
+}
