@@ -16,7 +16,7 @@ use crate::link::Failure;
 use crate::locks::{Acquired, Ident, Kind};
 use crate::release::{Handoff, Hold, settle};
 use crate::retry::{LONGEST, Patience};
-use crate::wakeup::{InFlight, Pace, Place, Standing, Turn};
+use crate::wakeup::{InFlight, Outcome, Pace, Place, Standing, Turn};
 
 /// What came of waiting for a lock.
 pub(crate) enum Acquisition {
@@ -97,7 +97,7 @@ impl Waiter {
     async fn run(&mut self) -> Result<Acquisition, Error> {
         if self.ends == Some(self.begun) {
             // No time to wait: one question, past any queue.
-            return Ok(match self.attempt(None).await? {
+            return Ok(match self.attempt(None, self.patience).await? {
                 Attempt::Granted(hold) => Acquisition::Granted(hold),
                 Attempt::Held(ttl) => {
                     self.remaining_ttl = ttl;
@@ -109,8 +109,9 @@ impl Waiter {
             let Next::Try(in_flight) = self.wait_for_turn().await? else {
                 return Ok(self.contended());
             };
+            let patience = in_flight.as_ref().map_or(Ok(self.patience), |in_flight| self.patience_left(in_flight))?;
             self.asked = true;
-            match self.attempt(in_flight).await? {
+            match self.attempt(in_flight, patience).await? {
                 Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
                 Attempt::Held(ttl) => self.remaining_ttl = ttl,
             }
@@ -147,26 +148,37 @@ impl Waiter {
             if long && standing == Standing::Front && !self.warned_of_own {
                 self.warned_of_own = warn_of_own(&self.core, &self.entry.ident, self.begun);
             }
-            // Who could ask if an attempt of somebody who went away were over does not know whether anybody holds it.
-            let in_the_dark = standing == Standing::AfterAbandoned && !self.asked;
-            let ends = if in_the_dark {
-                let patience = self.patience.max(self.core.config.command_timeout);
-                self.ends.map(|ends| ends.max(self.begun + patience))
-            } else {
-                self.ends
+            let until = match self.ends {
+                None => until,
+                Some(ends) if Instant::now() < ends => ends.min(until),
+                Some(_) if standing != Standing::InTheDark => return Ok(Next::GiveUp),
+                // Who has heard nothing of the server does not say that somebody holds the lock.
+                Some(_) => {
+                    let ends = self.begun + self.patience;
+                    if Instant::now() >= ends {
+                        return Err(Error::Timeout { step: Step::EarlierOperation, after: self.begun.elapsed() });
+                    }
+                    if place.wants_answer() {
+                        continue;
+                    }
+                    ends.min(until)
+                }
             };
             tokio::select! {
                 () = place.notified() => {}
-                () = sleep_until(ends.map_or(until, |ends| ends.min(until))) => {
-                    if ends.is_some_and(|ends| Instant::now() >= ends) {
-                        return if in_the_dark {
-                            Err(Error::Timeout { step: Step::EarlierOperation, after: self.begun.elapsed() })
-                        } else {
-                            Ok(Next::GiveUp)
-                        };
-                    }
-                }
+                () = sleep_until(until) => {}
             }
+        }
+    }
+
+    /// For how much longer trouble with the server is waited out: none of it twice, by those in line.
+    fn patience_left(&self, in_flight: &InFlight) -> Result<Duration, Error> {
+        let silence = in_flight.silent_since().map_or(Duration::ZERO, |since| since.max(self.begun).elapsed());
+        match self.patience.saturating_sub(silence) {
+            Duration::ZERO => Err(Error::Connection {
+                detail: format!("the server has answered no attempt for {silence:?} (try again when it is back)"),
+            }),
+            left => Ok(left),
         }
     }
 
@@ -181,14 +193,14 @@ impl Waiter {
     }
 
     /// Asks the server once, and again while it is in trouble that may pass.
-    async fn attempt(&self, in_flight: Option<InFlight>) -> Result<Attempt, Error> {
+    async fn attempt(&self, in_flight: Option<InFlight>, patience: Duration) -> Result<Attempt, Error> {
         let turn = Arc::clone(&self.entry.turn).lock_owned();
-        let patience = self.patience.max(self.core.config.command_timeout);
-        let Ok(turn) = timeout(patience, turn).await else {
-            return Err(Error::Timeout { step: Step::EarlierOperation, after: patience });
+        let limit = patience.max(self.core.config.command_timeout);
+        let Ok(turn) = timeout(limit, turn).await else {
+            return Err(Error::Timeout { step: Step::EarlierOperation, after: limit });
         };
         self.core.ensure_open()?;
-        let effort = Effort { patience: Patience::new(self.patience), caller: Arc::downgrade(&self.alive), in_flight };
+        let effort = Effort { patience: Patience::new(patience), caller: Arc::downgrade(&self.alive), in_flight };
         let attempt = attempt(Arc::clone(&self.core), self.entry.clone(), self.mode, effort, turn);
         Handoff::new(&self.core.background, attempt).await
     }
@@ -255,12 +267,10 @@ impl Effort {
         true
     }
 
-    /// Somebody else holds the lock, for that long if nobody renews it.
-    fn held(self, ttl: Option<Duration>) {
-        // A little later than the expiry, and never at once: an expiry is no reason to spin.
-        const FLOOR: Duration = Duration::from_millis(5);
-        if let (Some(in_flight), Some(ttl)) = (self.in_flight, ttl) {
-            in_flight.held_until(Instant::now() + (ttl + Duration::from_millis(1)).max(FLOOR));
+    /// Tells those in line what the server said.
+    fn answered(self, outcome: Outcome) {
+        if let Some(in_flight) = self.in_flight {
+            in_flight.answered(outcome);
         }
     }
 }
@@ -296,11 +306,15 @@ async fn attempt(
         let reply = core.link.call(entry.kind.acquire(ident, before, target, time)).await;
         match reply.and_then(|reply| entry.kind.acquired(reply)) {
             Ok(Acquired::Granted) => {
+                effort.answered(Outcome::Granted);
                 return granted(core, &entry, live, mode, target, sent, time);
             }
             Ok(Acquired::Held(ttl)) => {
                 lose(&core, live.take());
-                effort.held(ttl);
+                // A little later than the expiry, and never at once: an expiry is no reason to spin.
+                const FLOOR: Duration = Duration::from_millis(5);
+                let free_at = ttl.map(|ttl| Instant::now() + (ttl + Duration::from_millis(1)).max(FLOOR));
+                effort.answered(Outcome::Held(free_at));
                 return Ok(Attempt::Held(ttl));
             }
             Ok(Acquired::Other(found)) if corrections < 4 => {

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -20,12 +21,22 @@ pub(crate) struct Lane {
 pub(crate) struct Waiter {
     thread: i64,
     notify: Notify,
+    /// How many answers the lane had had when it joined.
+    answers: u64,
+    /// Whether it waits for no more than the lane's next answer.
+    wants_answer: AtomicBool,
 }
 
 impl Waiter {
     /// Resolves when [`Lane::step`] may answer differently.
     pub(crate) async fn notified(&self) {
         self.notify.notified().await;
+    }
+
+    /// Has it notified of the next answer of the server, whatever that says. `true` if that is new: then an answer may
+    /// have come just before.
+    pub(crate) fn wants_answer(&self) -> bool {
+        !self.wants_answer.swap(true, Ordering::SeqCst)
     }
 }
 
@@ -45,10 +56,20 @@ pub(crate) enum Step {
 pub(crate) enum Standing {
     /// In front, with nothing to do.
     Front,
-    /// In front, after somebody who went away and left an attempt in flight.
-    AfterAbandoned,
-    /// Further behind.
+    /// Further behind, or after somebody who went away and left an attempt in flight.
     Behind,
+    /// The same, and since it joined the server has told this lane nothing: whether anybody holds the lock is not known.
+    InTheDark,
+}
+
+/// How an attempt ended.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Outcome {
+    Granted,
+    /// Somebody else holds the lock, until then if nobody renews it.
+    Held(Option<Instant>),
+    /// It tells nothing.
+    Silent,
 }
 
 /// How often a lane tries.
@@ -63,6 +84,8 @@ pub(crate) struct Pace {
 
 struct State {
     queue: VecDeque<Arc<Waiter>>,
+    /// Those that were passed over. They stand in line again as soon as they are polled.
+    absent: Vec<Arc<Waiter>>,
     wakes: u64,
     tried: u64,
     /// When the one in front tries again without a reason.
@@ -70,6 +93,10 @@ struct State {
     /// The attempt in flight, and who began it.
     trying: Option<(u64, Arc<Waiter>)>,
     attempts: u64,
+    /// How many attempts the server has answered.
+    answers: u64,
+    /// Since when it has answered none: the first attempt of those began then.
+    silent_since: Option<Instant>,
     closed: bool,
 }
 
@@ -78,12 +105,15 @@ impl Lane {
         Self {
             state: Mutex::new(State {
                 queue: VecDeque::with_capacity(1),
+                absent: Vec::new(),
                 // The first of a lane has a reason to try: nobody has yet.
                 wakes: 1,
                 tried: 0,
                 recheck_at: Instant::now(),
                 trying: None,
                 attempts: 0,
+                answers: 0,
+                silent_since: None,
                 closed,
             }),
         }
@@ -91,8 +121,14 @@ impl Lane {
 
     /// Puts a waiter at the end.
     pub(crate) fn join(&self, thread: i64) -> Arc<Waiter> {
-        let waiter = Arc::new(Waiter { thread, notify: Notify::new() });
-        self.state.lock().queue.push_back(Arc::clone(&waiter));
+        let mut state = self.state.lock();
+        let waiter = Arc::new(Waiter {
+            thread,
+            notify: Notify::new(),
+            answers: state.answers,
+            wants_answer: AtomicBool::new(false),
+        });
+        state.queue.push_back(Arc::clone(&waiter));
         waiter
     }
 
@@ -103,18 +139,24 @@ impl Lane {
             return Step::Closed;
         }
         let now = Instant::now();
+        state.take_back(waiter);
+        let behind = if state.trying.is_some() && state.answers == waiter.answers {
+            Standing::InTheDark
+        } else {
+            Standing::Behind
+        };
         if !state.is_front(waiter) {
             if now < state.front_overdue_at(pace) {
-                return Step::Sleep { until: state.front_overdue_at(pace), place: Standing::Behind };
+                return Step::Sleep { until: state.front_overdue_at(pace), place: behind };
             }
             state.pass_over(now);
             if !state.is_front(waiter) {
                 state.pass_baton();
-                return Step::Sleep { until: state.front_overdue_at(pace), place: Standing::Behind };
+                return Step::Sleep { until: state.front_overdue_at(pace), place: behind };
             }
         }
         if state.trying.is_some() && now < state.attempt_overdue_at(pace) {
-            return Step::Sleep { until: state.attempt_overdue_at(pace), place: Standing::AfterAbandoned };
+            return Step::Sleep { until: state.attempt_overdue_at(pace), place: behind };
         }
         if state.wakes == state.tried && now < state.recheck_at {
             return Step::Sleep { until: state.recheck_at, place: Standing::Front };
@@ -136,14 +178,14 @@ impl Lane {
     /// Wakes the waiters of one holder.
     pub(crate) fn wake_holder(&self, thread: i64) {
         let state = self.state.lock();
-        state.queue.iter().filter(|waiter| waiter.thread == thread).for_each(|waiter| waiter.notify.notify_one());
+        state.everybody().filter(|waiter| waiter.thread == thread).for_each(|waiter| waiter.notify.notify_one());
     }
 
     /// Ends all waiting.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
-        state.queue.iter().for_each(|waiter| waiter.notify.notify_one());
+        state.everybody().for_each(|waiter| waiter.notify.notify_one());
     }
 
     /// Says that an attempt goes on: it is being polled.
@@ -154,18 +196,36 @@ impl Lane {
         }
     }
 
-    /// Ends an attempt. With `held_until` the server said that another holder's lease ends then; without, its outcome
-    /// says nothing to those who wait. Tells whether the lane is idle.
-    pub(crate) fn over(&self, attempt: u64, held_until: Option<Instant>) -> bool {
+    /// Since when the server has answered no attempt.
+    pub(crate) fn silent_since(&self) -> Option<Instant> {
+        self.state.lock().silent_since
+    }
+
+    /// Ends an attempt that began then. Tells whether the lane is idle.
+    pub(crate) fn over(&self, attempt: u64, began: Instant, outcome: Outcome) -> bool {
         let mut state = self.state.lock();
-        if let Some((_, waiter)) = state.trying.take_if(|(number, _)| *number == attempt) {
-            match held_until {
-                Some(at) => state.recheck_at = state.recheck_at.min(at),
-                // Who began it knows how it ended, and either has the lock or goes away. Anybody else has to ask.
-                None if !state.is_front(&waiter) => state.wakes += 1,
-                None => {}
+        match outcome {
+            Outcome::Silent => state.silent_since = state.silent_since.or(Some(began)),
+            Outcome::Granted | Outcome::Held(_) => {
+                state.silent_since = None;
+                // Those who joined since the last answer are last in line.
+                let new = state.queue.iter().rev().take_while(|waiter| waiter.answers == state.answers);
+                new.filter(|waiter| waiter.wants_answer.load(Ordering::SeqCst))
+                    .for_each(|waiter| waiter.notify.notify_one());
+                state.answers += 1;
             }
-            if !state.is_front(&waiter) {
+        }
+        if let Some((_, waiter)) = state.trying.take_if(|(number, _)| *number == attempt) {
+            let goes_away = !state.is_front(&waiter);
+            match outcome {
+                Outcome::Held(Some(at)) => state.recheck_at = state.recheck_at.min(at),
+                Outcome::Held(None) => {}
+                // Who began it has the lock; but who went away gives it back.
+                Outcome::Granted if !goes_away => {}
+                // Who comes next has to ask for itself.
+                Outcome::Granted | Outcome::Silent => state.wakes += 1,
+            }
+            if goes_away {
                 state.pass_baton();
             }
         }
@@ -180,6 +240,8 @@ impl Lane {
             if at == 0 {
                 state.pass_baton();
             }
+        } else {
+            state.absent.retain(|other| !Arc::ptr_eq(other, waiter));
         }
         state.is_idle()
     }
@@ -200,7 +262,7 @@ impl State {
     }
 
     fn is_idle(&self) -> bool {
-        self.queue.is_empty() && self.trying.is_none()
+        self.queue.is_empty() && self.absent.is_empty() && self.trying.is_none()
     }
 
     /// When the attempt in flight is no reason any more to wait: who began it is not being polled.
@@ -214,17 +276,28 @@ impl State {
         turn_at + pace.recheck
     }
 
+    fn everybody(&self) -> impl Iterator<Item = &Arc<Waiter>> {
+        self.queue.iter().chain(&self.absent)
+    }
+
     fn pass_baton(&self) {
-        if let Some(front) = self.queue.front() {
-            front.notify.notify_one();
+        match self.queue.front() {
+            Some(front) => front.notify.notify_one(),
+            None => self.absent.iter().for_each(|waiter| waiter.notify.notify_one()),
         }
     }
 
-    /// Sends the one in front, which does not take its turn, to the end of the line.
-    fn pass_over(&mut self, now: Instant) {
-        if let Some(front) = self.queue.pop_front() {
-            self.queue.push_back(front);
+    /// Lets one that was passed over stand in line again.
+    fn take_back(&mut self, waiter: &Arc<Waiter>) {
+        if let Some(at) = self.absent.iter().position(|other| Arc::ptr_eq(other, waiter)) {
+            let waiter = self.absent.swap_remove(at);
+            self.queue.push_back(waiter);
         }
+    }
+
+    /// Takes the one in front, which does not take its turn, out of the line.
+    fn pass_over(&mut self, now: Instant) {
+        self.absent.extend(self.queue.pop_front());
         self.trying = None;
         self.wakes += 1;
         self.recheck_at = now;

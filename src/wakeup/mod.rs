@@ -18,7 +18,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use lane::{Pace, Standing};
+pub(crate) use lane::{Outcome, Pace, Standing};
 pub(crate) use table::{InFlight, Place, Turn, Wakeups};
 
 /// Takes in what the listening connection tells.
@@ -73,7 +73,7 @@ pub(crate) async fn reconcile(
                     () = &mut stop => break,
                     () = tokio::time::sleep(RETRY) => {}
                 }
-                wakeups.changed(name);
+                wakeups.changed(&name);
             }
         }
     }

@@ -1,13 +1,13 @@
 //! All lanes of a client, the channels that they need, and the places that waiters have in them.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::lane::{Lane, Pace, Standing, Step, Waiter};
+use super::lane::{Lane, Outcome, Pace, Standing, Step, Waiter};
 use super::sync::Mutex;
 
 /// All lanes of a client.
@@ -20,6 +20,8 @@ pub(crate) struct Wakeups {
 #[derive(Default)]
 struct Table {
     channels: HashMap<Bytes, Channel>,
+    /// The channels that a look is to be taken at, so that each is asked for once.
+    changed: HashSet<Bytes>,
     closed: bool,
 }
 
@@ -82,11 +84,12 @@ impl Wakeups {
 
     /// The subscriptions are gone, and messages may have been missed.
     pub(crate) fn interrupted(&self) {
-        for (name, channel) in &mut self.table.lock().channels {
+        let table = &mut *self.table.lock();
+        for (name, channel) in &mut table.channels {
             if channel.subscription == Subscription::Confirmed {
                 channel.subscription = Subscription::Asked;
             }
-            self.changed(name.clone());
+            self.change(&mut table.changed, name);
             channel.wake();
         }
     }
@@ -105,23 +108,26 @@ impl Wakeups {
         table.channels.values().flat_map(|channel| channel.lanes.values()).for_each(|lane| lane.close());
     }
 
-    /// Whether a channel is to be subscribed.
+    /// Takes the look at a channel that was asked for: whether it is to be subscribed.
     pub(crate) fn wants(&self, channel: &Bytes) -> bool {
-        let table = self.table.lock();
+        let mut table = self.table.lock();
+        table.changed.remove(channel);
         table.channels.get(channel).is_some_and(|channel| channel.subscription != Subscription::NotAsked)
     }
 
     /// The server has confirmed a subscription, which is a reason to try again: a message may have been missed before.
     pub(crate) fn confirmed(&self, channel: &Bytes) {
         if let Some(channel) = self.table.lock().channels.get_mut(channel) {
-            channel.subscription = Subscription::Confirmed;
-            channel.wake();
+            if channel.subscription != Subscription::Confirmed {
+                channel.subscription = Subscription::Confirmed;
+                channel.wake();
+            }
         }
     }
 
-    /// Has a look taken at a channel's subscription.
-    pub(crate) fn changed(&self, channel: Bytes) {
-        let _ = self.changes.send(channel);
+    /// Has a look taken at a channel's subscription (again).
+    pub(crate) fn changed(&self, channel: &Bytes) {
+        self.change(&mut self.table.lock().changed, channel);
     }
 
     /// How many channels are in use, for the test that none is left behind.
@@ -132,11 +138,18 @@ impl Wakeups {
 
     /// Asks for a channel's subscription, once.
     fn subscribe(&self, name: &Bytes) {
-        if let Some(channel) = self.table.lock().channels.get_mut(name) {
+        let table = &mut *self.table.lock();
+        if let Some(channel) = table.channels.get_mut(name) {
             if channel.subscription == Subscription::NotAsked {
                 channel.subscription = Subscription::Asked;
-                self.changed(name.clone());
+                self.change(&mut table.changed, name);
             }
+        }
+    }
+
+    fn change(&self, changed: &mut HashSet<Bytes>, channel: &Bytes) {
+        if changed.insert(channel.clone()) {
+            let _ = self.changes.send(channel.clone());
         }
     }
 }
@@ -158,7 +171,7 @@ struct LaneRef {
 
 impl LaneRef {
     fn remove_if_idle(&self) {
-        let mut table = self.wakeups.table.lock();
+        let table = &mut *self.wakeups.table.lock();
         let Some(channel) = table.channels.get_mut(&self.channel) else { return };
         // Somebody may have joined meanwhile, or another lane may be in its place.
         if channel.lanes.get(&self.name).is_some_and(|lane| Arc::ptr_eq(lane, &self.lane) && lane.is_idle()) {
@@ -168,7 +181,7 @@ impl LaneRef {
             let asked = channel.subscription != Subscription::NotAsked;
             table.channels.remove(&self.channel);
             if asked {
-                self.wakeups.changed(self.channel.clone());
+                self.wakeups.change(&mut table.changed, &self.channel);
             }
         }
     }
@@ -186,7 +199,10 @@ impl Place {
     /// Who is to sleep in front of the lane has the channel subscribed; the confirmation is a reason to try.
     pub(crate) fn turn(&self, pace: Pace) -> Turn {
         match self.lane.lane.step(&self.waiter, pace) {
-            Step::Try(attempt) => Turn::Try(InFlight { lane: self.lane.clone(), attempt, pace, held_until: None }),
+            Step::Try(attempt) => {
+                let lane = self.lane.clone();
+                Turn::Try(InFlight { lane, attempt, began: Instant::now(), pace, outcome: Outcome::Silent })
+            }
             Step::Sleep { until, place } => {
                 if place == Standing::Front {
                     self.lane.wakeups.subscribe(&self.lane.channel);
@@ -200,6 +216,11 @@ impl Place {
     /// Resolves when [`Place::turn`] may answer differently.
     pub(crate) async fn notified(&self) {
         self.waiter.notified().await;
+    }
+
+    /// Has it notified as soon as the server has told the lane anything. `true` if that is new: then look again.
+    pub(crate) fn wants_answer(&self) -> bool {
+        self.waiter.wants_answer()
     }
 }
 
@@ -216,8 +237,9 @@ impl Drop for Place {
 pub(crate) struct InFlight {
     lane: LaneRef,
     attempt: u64,
+    began: Instant,
     pace: Pace,
-    held_until: Option<Instant>,
+    outcome: Outcome,
 }
 
 impl InFlight {
@@ -226,15 +248,20 @@ impl InFlight {
         self.lane.lane.goes_on(self.attempt, self.pace);
     }
 
-    /// Says that somebody else holds the lock: there is no reason to try before then but a wake-up.
-    pub(crate) fn held_until(mut self, at: Instant) {
-        self.held_until = Some(at);
+    /// Since when the server has answered none of the lane's attempts.
+    pub(crate) fn silent_since(&self) -> Option<Instant> {
+        self.lane.lane.silent_since()
+    }
+
+    /// Ends it with what the server said.
+    pub(crate) fn answered(mut self, outcome: Outcome) {
+        self.outcome = outcome;
     }
 }
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        if self.lane.lane.over(self.attempt, self.held_until) {
+        if self.lane.lane.over(self.attempt, self.began, self.outcome) {
             self.lane.remove_if_idle();
         }
     }

@@ -16,7 +16,6 @@ use shuttle::future::{block_on, spawn, yield_now};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::sync::Mutex;
 use tokio::sync::mpsc;
-use tokio::time::Instant;
 
 #[path = "../../src/wakeup/lane.rs"]
 mod lane;
@@ -25,7 +24,7 @@ mod sync;
 #[path = "../../src/wakeup/table.rs"]
 mod table;
 
-use lane::Pace;
+use lane::{Outcome, Pace};
 use table::{InFlight, Turn, Wakeups};
 
 const CHANNEL: Bytes = Bytes::from_static(b"redisson_lock__channel:{stock}");
@@ -111,11 +110,7 @@ async fn attempt(
     let granted = server.acquire(owner);
     yield_now().await;
     server.now_in_flight(-1);
-    if granted {
-        drop(in_flight);
-    } else {
-        in_flight.held_until(Instant::now() + NEVER);
-    }
+    in_flight.answered(if granted { Outcome::Granted } else { Outcome::Held(None) });
     if told.send(granted).is_err() && granted {
         yield_now().await;
         server.release(owner, &wakeups);
