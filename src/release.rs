@@ -338,6 +338,9 @@ async fn told_to_leave(
         if !failure.is_passing() || !patience.pause().await {
             return Err(match failure {
                 Failure::NotSent(detail) if repeated => Failure::Unknown(detail),
+                Failure::Server(message) if repeated && !message.starts_with("WRONGTYPE") => {
+                    Failure::Unknown(format!("a repeat was refused: {message}"))
+                }
                 failure => failure,
             });
         }

@@ -67,6 +67,7 @@ impl Link {
         let identity = identify(&line, &settings)
             .await
             .map_err(|_| Error::Timeout { step: Step::Connect, after: settings.connect_timeout() })?;
+        refuse_cluster(&line).await?;
         for script in scripts {
             let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
             let args = vec![Value::from_static_str("LOAD"), Value::from_static_str(script.text)];
@@ -141,6 +142,9 @@ impl Shared {
             let by_text = CustomCommand::new_static("EVAL", ClusterHash::Random, false);
             outcome = self.send(&line, by_text, arguments(text)).await;
         }
+        if let Err(Failure::Server(message)) = outcome {
+            return Err(self.proved(&line, ticket, message).await);
+        }
         match outcome? {
             Reply::List(mut values) if values.first() == Some(&Reply::Text(ticket)) => {
                 values.remove(0);
@@ -153,10 +157,28 @@ impl Shared {
         }
     }
 
+    /// An error carries no ticket. So the next reply on the connection is looked at: is that the one that was asked for?
+    async fn proved(&self, line: &Numbered, ticket: Bytes, message: String) -> Failure {
+        let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
+        match self.send(line, ping, vec![Value::Bytes(ticket.clone())]).await {
+            Ok(Reply::Text(echo)) if echo != ticket => {
+                self.distrust(line.number, "an error belonged to another call");
+                Failure::Unknown("an error reply belonged to another call".into())
+            }
+            Err(failure @ Failure::Unknown(_)) => failure,
+            // Proved; or the server refuses this, too.
+            _ => Failure::Server(message),
+        }
+    }
+
     /// The connection, as soon as there is one to be trusted.
     async fn line(&self) -> Result<Arc<Numbered>, Failure> {
-        if let Some(line) = self.line.read().as_ref().filter(|line| !line.line.has_ended()) {
-            return Ok(Arc::clone(line));
+        let trusted = || {
+            let line = self.line.read().clone()?;
+            (!line.line.has_ended() && self.distrusted.load(Ordering::Acquire) < line.number).then_some(line)
+        };
+        if let Some(line) = trusted() {
+            return Ok(line);
         }
         let limit = self.settings.command_timeout();
         let some = async {
@@ -165,9 +187,8 @@ impl Shared {
                 if self.closed.load(Ordering::Acquire) {
                     return Err(Failure::Closed);
                 }
-                match &*self.line.read() {
-                    Some(line) if !line.line.has_ended() => return Ok(Arc::clone(line)),
-                    _ => {}
+                if let Some(line) = trusted() {
+                    return Ok(line);
                 }
                 ready.await;
             }
@@ -231,11 +252,13 @@ async fn keep(shared: Arc<Shared>) {
         tokio::select! {
             () = shared.mend.notified() => {}
             () = line.line.ended() => {}
-            () = tokio::time::sleep(period) => {
+            // What is wrong with the connection is found out by sending; a refusal is an answer, too. Dropped as soon as
+            // somebody else finds it out.
+            () = async {
+                tokio::time::sleep(period).await;
                 let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
-                // What is wrong with the connection is found out by sending; a refusal is an answer, too.
                 let _ = shared.send(&line, ping, Vec::new()).await;
-            }
+            } => {}
         }
         if !line.line.has_ended() && shared.distrusted.load(Ordering::Acquire) < line.number {
             continue;
@@ -322,6 +345,23 @@ async fn identify(line: &Line, settings: &Settings) -> Result<Option<Identity>, 
         Ok(Err(Failure::Server(_))) => Ok(None),
         Ok(Ok(_) | Err(_)) => Err(Failure::Unknown("the answer to CLIENT INFO is none".into())),
         Err(problem) => Err(Failure::Unknown(problem.to_string())),
+    }
+}
+
+/// Refuses a server that has only a part of the keys, or none. One that will not say (ACL) is taken for a lone one.
+async fn refuse_cluster(line: &Line) -> Result<(), Error> {
+    let info = CustomCommand::new_static("INFO", ClusterHash::Random, false);
+    let Ok(Reply::Text(info)) = say(line, info, vec![Value::from_static_str("server")]).await else {
+        return Ok(());
+    };
+    let info = String::from_utf8_lossy(&info);
+    match info.lines().find_map(|field| field.strip_prefix("redis_mode:")).map(str::trim) {
+        None | Some("standalone") => Ok(()),
+        Some(mode) => Err(Error::InvalidConfig {
+            setting: "url",
+            problem: format!("the server runs in the mode {mode}, which is not supported yet"),
+            allowed: "a server that stands alone",
+        }),
     }
 }
 

@@ -89,8 +89,8 @@ impl Settings {
         };
         let performance = PerformanceConfig {
             default_command_timeout: self.command_timeout,
-            // What does not fit is dropped, and then every waiter has to be woken.
-            broadcast_channel_capacity: 16_384,
+            // What does not fit is dropped, and then every waiter is woken. Each place takes room from the beginning.
+            broadcast_channel_capacity: 256,
             ..Default::default()
         };
         let policy = match reconnect {

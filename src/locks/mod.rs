@@ -51,7 +51,11 @@ impl Ident {
 pub(crate) fn error(failure: Failure, lock: &str, unknown: Option<Step>) -> Error {
     match (failure, unknown) {
         (Failure::Closed, None) => Error::Closed,
-        (Failure::Server(message), _) => Error::Server { lock: Some(lock.to_owned()), message },
+        (Failure::Server(message), None) => Error::Server { lock: Some(lock.to_owned()), message },
+        // The server refused a repeat. What became of the first sending is not known all the same.
+        (Failure::Server(message), Some(step)) => {
+            Error::Unknown { lock: lock.to_owned(), step, detail: format!("a repeat was refused: {message}") }
+        }
         (Failure::NotSent(detail) | Failure::Unknown(detail), None) => {
             Error::Connection { detail: format!("{detail} (try again when the server is back)") }
         }
