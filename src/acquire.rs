@@ -173,9 +173,10 @@ impl Waiter {
 
     /// For how much longer trouble with the server is waited out: none of it twice, by those in line.
     fn patience_left(&self, in_flight: &InFlight) -> Result<Duration, Error> {
-        let silence = in_flight.silent_since().map_or(Duration::ZERO, |since| since.max(self.begun).elapsed());
+        let Some(since) = in_flight.silent_since() else { return Ok(self.patience) };
+        let silence = since.max(self.begun).elapsed();
         match self.patience.saturating_sub(silence) {
-            Duration::ZERO => Err(Error::Connection {
+            Duration::ZERO if !self.patience.is_zero() => Err(Error::Connection {
                 detail: format!("the server has answered no attempt for {silence:?} (try again when it is back)"),
             }),
             left => Ok(left),
@@ -366,8 +367,14 @@ fn granted(
     let live = live.filter(|lease| lease.live_count().is_some());
     let is_new = live.is_none();
     let lease = live.unwrap_or_else(|| {
-        // What a private holder finds on the server can only be its own.
-        let base = if entry.ident.holder.is_private() { 0 } else { count - 1 };
+        let base = if entry.ident.holder.is_private() {
+            // What a private holder finds on the server can only be its own.
+            0
+        } else {
+            // So it is with what an earlier possession, that was lost here first, has left there.
+            let earlier = entry.latest().filter(|earlier| earlier.may_be_there());
+            earlier.map_or(count - 1, |earlier| earlier.base().min(count - 1))
+        };
         Arc::new(Lease::new(Arc::clone(&entry.ident), entry.kind, base, sent))
     });
     lease.grant(id, mode, count, Proof { sent, lease: time });

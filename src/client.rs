@@ -98,7 +98,8 @@ impl LockClient {
     /// are lost with [`LostReason::Shutdown`] (their keys stay until their leases run out, so that nobody else gets in
     /// while their code may still run), tasks end and connections are closed.
     ///
-    /// Calling it again does nothing.
+    /// Calling it again does nothing. Futures of this client that nobody polls are waited for no longer than a reply may
+    /// take.
     ///
     /// # Errors
     /// [`Error::Timeout`] with [`Step::Shutdown`]: releases were still unanswered after the retry timeout.
@@ -116,7 +117,7 @@ impl LockClient {
             renewal::tell_lost(core, &lease, reason, false);
         }
         let limit = core.config.patience();
-        let drained = tokio::time::timeout(limit, core.background.drained()).await;
+        let drained = tokio::time::timeout(limit, core.background.drained(core.config.command_timeout)).await;
         core.stop.send_replace(true);
         let tasks = std::mem::take(&mut *self.tasks.lock());
         for mut task in tasks {

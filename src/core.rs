@@ -41,6 +41,10 @@ impl Core {
         Arc::new(Ident::new(keys.clone(), self.client_id, holder))
     }
 
+    pub(crate) fn fresh_ident(&self, keys: &Keys) -> Arc<Ident> {
+        Arc::new(Ident { fresh: true, ..Ident::new(keys.clone(), self.client_id, Holder::new()) })
+    }
+
     pub(crate) fn entry(&self, ident: &Arc<Ident>, kind: &'static dyn Kind) -> EntryRef {
         self.holds.entry(ident, kind)
     }

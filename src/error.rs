@@ -55,7 +55,8 @@ pub enum Error {
         /// What the lock had left of its holder's lease when it was last tried, if that is known.
         remaining_ttl: Option<Duration>,
     },
-    /// A step took too long, and it is certain that it left nothing behind.
+    /// A step took too long. Except for [`Step::Shutdown`], which ends all the same, it is certain that it left nothing
+    /// behind.
     ///
     /// For [`Step::Connect`]: is the server there, is the address right? For [`Step::Inspect`]: the server does not answer.
     /// For [`Step::EarlierOperation`]: an earlier acquire or release on this lock, by the same holder or by a waiter that

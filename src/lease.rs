@@ -51,7 +51,11 @@ struct State {
     /// When the last confirmed script's lease is over, with no margin.
     ends: Instant,
     lost: Option<LostReason>,
+    /// The holds that were there when it was lost.
+    lost_holds: Vec<u64>,
     renewing: bool,
+    /// Whether a refused renewal was told.
+    refused: bool,
     /// Whether somebody sees to it that a lost lease leaves nothing on the server.
     cleaned: bool,
     due: Option<Instant>,
@@ -63,6 +67,8 @@ struct Held {
     task: TaskId,
     /// Keeps the entry of a hold that no guard stands for.
     forgotten: Option<EntryRef>,
+    /// Whether it is being given back: it is a reason to renew no more.
+    leaving: bool,
 }
 
 /// A script that the server confirmed: when it was sent, and the lease that it set at least.
@@ -107,7 +113,9 @@ impl Lease {
                 proved_until: Instant::now(),
                 ends: Instant::now(),
                 lost: None,
+                lost_holds: Vec::new(),
                 renewing: false,
+                refused: false,
                 cleaned: false,
                 due: None,
             }),
@@ -119,7 +127,7 @@ impl Lease {
     /// Records a hold that the server granted, which left `count` there.
     pub(crate) fn grant(&self, id: u64, mode: Mode, count: i64, proof: Proof) {
         let mut state = self.state.lock();
-        state.holds.push(Held { id, mode, task: TaskId::current(), forgotten: None });
+        state.holds.push(Held { id, mode, task: TaskId::current(), forgotten: None, leaving: false });
         state.count = count;
         state.extend(proof);
     }
@@ -135,16 +143,18 @@ impl Lease {
         self.state.lock().check()
     }
 
-    /// Resolves when it is lost; never after it has ended.
-    pub(crate) async fn wait_lost(&self) -> LostReason {
+    /// Resolves when it is lost while that hold is there; never after the hold was given back.
+    pub(crate) async fn wait_lost(&self, id: u64) -> LostReason {
         loop {
             let changed = self.changed.notified();
             let proved_until = {
                 let mut state = self.state.lock();
-                if let Some(reason) = state.check() {
-                    return reason;
+                match state.check() {
+                    Some(reason) if state.lost_holds.contains(&id) => return reason,
+                    None if state.holds.iter().any(|hold| hold.id == id) => Some(state.proved_until),
+                    // It was given back before.
+                    _ => None,
                 }
-                if state.holds.is_empty() { None } else { Some(state.proved_until) }
             };
             match proved_until {
                 // An extension needs no signal: a timer that fires early only looks again.
@@ -152,7 +162,7 @@ impl Lease {
                     () = changed => {}
                     () = tokio::time::sleep_until(until) => {}
                 },
-                None => changed.await,
+                None => std::future::pending().await,
             }
         }
     }
@@ -173,9 +183,20 @@ impl Lease {
 
     /// Marks it lost. A lease is lost once, and the first reason stays.
     pub(crate) fn lose(&self, reason: LostReason) -> LostReason {
-        let reason = *self.state.lock().lost.get_or_insert(reason);
+        let reason = {
+            let mut state = self.state.lock();
+            // By the clock it may be lost already.
+            state.check().unwrap_or_else(|| state.lose(reason))
+        };
         self.changed.notify_waiters();
         reason
+    }
+
+    /// Takes in that a hold is about to be given back, which may have to wait for its turn.
+    pub(crate) fn leaves(&self, id: u64) {
+        if let Some(hold) = self.state.lock().holds.iter_mut().find(|hold| hold.id == id) {
+            hold.leaving = true;
+        }
     }
 
     /// Takes a hold out, before its release is sent: from then on it is not renewed. `None` if it is out already.
@@ -295,10 +316,23 @@ impl Lease {
         self.state.lock().claim_cleaning()
     }
 
+    /// Whether the server may have what is lost here.
+    pub(crate) fn may_be_there(&self) -> bool {
+        // The server's clock began to run when the script arrived, a little later than ours.
+        const LATER: Duration = Duration::from_secs(1);
+        let state = self.state.lock();
+        state.lost == Some(LostReason::Expired) && !state.cleaned && Instant::now() < state.ends + LATER
+    }
+
     /// When a lost lease has to be looked at once more, because its holders still have time to go.
     pub(crate) fn cleaning_due(&self) -> Option<Instant> {
         let state = self.state.lock();
         (state.lost == Some(LostReason::Expired) && !state.cleaned).then_some(state.ends)
+    }
+
+    /// Takes in that the server refused a renewal. `true` for the first time.
+    pub(crate) fn refused(&self) -> bool {
+        !std::mem::replace(&mut self.state.lock().refused, true)
     }
 
     /// Says that a renewal is over, so that the next may begin.
@@ -318,9 +352,16 @@ impl State {
     /// Whether it is lost, by what is known or by the clock.
     fn check(&mut self) -> Option<LostReason> {
         if self.lost.is_none() && !self.holds.is_empty() && Instant::now() >= self.proved_until {
-            self.lost = Some(LostReason::Expired);
+            self.lose(LostReason::Expired);
         }
         self.lost
+    }
+
+    fn lose(&mut self, reason: LostReason) -> LostReason {
+        if self.lost.is_none() {
+            self.lost_holds = self.holds.iter().map(|hold| hold.id).collect();
+        }
+        *self.lost.get_or_insert(reason)
     }
 
     fn extend(&mut self, Proof { sent, lease }: Proof) {
@@ -342,11 +383,11 @@ impl State {
     }
 
     fn renews(&self) -> bool {
-        self.holds.iter().any(|hold| hold.mode == Mode::Watchdog)
+        self.holds.iter().any(|hold| hold.mode == Mode::Watchdog && !hold.leaving)
     }
 
     fn longest(&self) -> Option<Mode> {
-        if self.renews() {
+        if self.holds.iter().any(|hold| hold.mode == Mode::Watchdog) {
             return Some(Mode::Watchdog);
         }
         self.holds

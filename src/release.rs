@@ -5,6 +5,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use futures::future::{BoxFuture, Either};
 use futures::stream::FuturesUnordered;
@@ -28,9 +29,10 @@ type Job = BoxFuture<'static, ()>;
 pub(crate) struct Background {
     jobs: mpsc::UnboundedSender<Job>,
     pending: Arc<Pending>,
+    with_callers: Arc<Pending>,
 }
 
-/// Counts what is not finished, in the background or with a caller.
+/// Counts what is not finished.
 #[derive(Default)]
 struct Pending {
     count: AtomicUsize,
@@ -45,7 +47,7 @@ impl Background {
     /// at once when it is told to stop.
     pub(crate) fn new(mut stop: watch::Receiver<bool>) -> (Self, impl Future<Output = ()> + Send + 'static) {
         let (jobs, queue) = mpsc::unbounded_channel();
-        let background = Self { jobs, pending: Arc::default() };
+        let background = Self { jobs, pending: Arc::default(), with_callers: Arc::default() };
         let worker = async move {
             let stopped = async move {
                 if stop.wait_for(|stop| *stop).await.is_err() {
@@ -63,7 +65,7 @@ impl Background {
 
     /// Hands a job over. Works from any thread, inside a runtime or not.
     pub(crate) fn spawn(&self, job: impl Future<Output = ()> + Send + 'static) {
-        let busy = self.busy();
+        let busy = Busy::new(&self.pending);
         let job = async move {
             let _busy = busy;
             job.await;
@@ -73,20 +75,32 @@ impl Background {
         }
     }
 
-    /// Resolves when nothing is pending.
-    pub(crate) async fn drained(&self) {
+    /// Resolves when nothing is pending. What callers have in their hands is waited for that long: a caller may have
+    /// stopped to poll.
+    pub(crate) async fn drained(&self, callers: Duration) {
+        // An error means that somebody is not polled.
+        let _ = tokio::time::timeout(callers, self.with_callers.none()).await;
+        // What they left unfinished has come here.
+        self.pending.none().await;
+    }
+}
+
+impl Pending {
+    async fn none(&self) {
         loop {
-            let none = self.pending.none.notified();
-            if self.pending.count.load(Ordering::Acquire) == 0 {
+            let none = self.none.notified();
+            if self.count.load(Ordering::Acquire) == 0 {
                 return;
             }
             none.await;
         }
     }
+}
 
-    fn busy(&self) -> Busy {
-        self.pending.count.fetch_add(1, Ordering::AcqRel);
-        Busy(Arc::clone(&self.pending))
+impl Busy {
+    fn new(pending: &Arc<Pending>) -> Self {
+        pending.count.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(pending))
     }
 }
 
@@ -128,7 +142,12 @@ pub(crate) struct Handoff<T: Send + 'static> {
 
 impl<T: Send + 'static> Handoff<T> {
     pub(crate) fn new(background: &Background, future: impl Future<Output = T> + Send + 'static) -> Self {
-        Self { future: Some(future.boxed()), background: background.clone(), begun: false, _busy: background.busy() }
+        Self {
+            future: Some(future.boxed()),
+            background: background.clone(),
+            begun: false,
+            _busy: Busy::new(&background.with_callers),
+        }
     }
 }
 
@@ -180,6 +199,7 @@ impl Hold {
     /// Dropping the future leaves the rest to the background.
     pub(crate) async fn release(mut self) -> Result<(), Error> {
         self.settled = true;
+        self.lease.leaves(self.id);
         let (core, entry) = (Arc::clone(&self.core), self.entry.clone());
         give_back(&core, entry, Arc::clone(&self.lease), self.id).await
     }
@@ -189,6 +209,8 @@ impl Hold {
         self.settled = true;
         let latest = self.entry.latest().is_some_and(|latest| Arc::ptr_eq(&latest, &self.lease));
         match self.lease.lost() {
+            // Nobody will ask.
+            Some(_) if self.entry.ident.fresh => {}
             // Its holder has locked again since: this possession is asked for nothing any more.
             Some(reason) if !latest => self.entry.owe(reason, self.entry.clone()),
             _ => self.lease.forget(self.id, self.entry.clone()),
@@ -202,6 +224,7 @@ impl Drop for Hold {
             // Given back already; or the client was shut down, which has told its holders that they lost.
             return;
         }
+        self.lease.leaves(self.id);
         // In line from now on, so that the holder's next acquire comes after it.
         let mut turn = Box::pin(Arc::clone(&self.entry.turn).lock_owned());
         let queued = match turn.as_mut().poll(&mut Context::from_waker(Waker::noop())) {

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use futures::future::BoxFuture;
 use futures::stream::FuturesUnordered;
 use futures::{FutureExt, StreamExt};
 use tokio::sync::watch;
@@ -97,18 +98,30 @@ fn same_kind(one: &'static dyn Kind, other: &'static dyn Kind) -> bool {
     std::ptr::addr_eq(one, other)
 }
 
-async fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
+fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) -> BoxFuture<'_, ()> {
+    async move { renew_batch(core, batch, outage).await }.boxed()
+}
+
+async fn renew_batch(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
     let time = core.config.watchdog_timeout;
     let kind = batch[0].kind;
     let idents: Vec<_> = batch.iter().map(|lease| Arc::clone(&lease.ident)).collect();
     let sent = Instant::now();
     let reply = core.link.call(kind.renew(&idents, time)).await;
     let answers = reply.and_then(|reply| kind.renewed(reply, batch.len()));
+    let passing = answers.as_ref().is_err_and(Failure::is_passing);
     let answers = match answers {
         Ok(answers) => {
             outage.over();
             answers
         }
+        // The server is there, and refuses the script as it is: perhaps for one of its keys (ACL). Each on its own, then.
+        Err(Failure::Server(_)) if !passing && batch.len() > 1 => {
+            let alone = batch.into_iter().map(|lease| renew(Arc::clone(&core), vec![lease], outage));
+            futures::future::join_all(alone).await;
+            return;
+        }
+        Err(Failure::Server(message)) if !passing => batch.iter().map(|_| Renewed::Refused(message.clone())).collect(),
         Err(failure) => {
             outage.goes_on(&failure);
             batch.iter().for_each(|lease| again(&core, lease));
@@ -131,7 +144,9 @@ async fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
                 tell_lost(&core, lease, lease.lose(LostReason::Gone), false);
             }
             Renewed::Refused(message) => {
-                tracing::warn!(lock = %lease.ident.lock(), message, "the server refused a renewal; it is tried again");
+                if lease.refused() {
+                    tracing::warn!(lock = %lease.ident.lock(), message, "the server refuses a renewal; it is tried again");
+                }
                 again(&core, lease);
             }
         }
@@ -171,6 +186,10 @@ fn again(core: &Core, lease: &Arc<Lease>) {
 pub(crate) fn tell_lost(core: &Arc<Core>, lease: &Arc<Lease>, reason: LostReason, clean: bool) {
     if core.holds.remove(lease) {
         tracing::warn!(lock = %lease.ident.lock(), owner = %lease.ident.owner(), %reason, "a lock was lost");
+    }
+    if lease.ident.fresh {
+        // No scope has its holder, so an unlock that would ask for what was forgotten is not expected.
+        drop(lease.take_forgotten());
     }
     if clean {
         let entry = core.entry(&lease.ident, lease.kind);

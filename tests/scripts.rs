@@ -93,7 +93,11 @@ impl Bench {
     }
 
     fn force_unlock(&mut self, name: &str) -> Answer {
-        one(self.eval(FORCE_UNLOCK, &[(name, &[&channel(name)])]))
+        self.force_out(name, "")
+    }
+
+    fn force_out(&mut self, name: &str, owner: &str) -> Answer {
+        one(self.eval(FORCE_UNLOCK, &[(name, &[owner, &channel(name)])]))
     }
 
     fn count(&mut self, name: &str, owner: &str) -> Answer {
@@ -320,6 +324,13 @@ fn force_unlock_answers_what_its_header_lists() {
         assert_eq!(bench.force_unlock(name), answer(1, 0));
         assert_eq!(bench.content(name), Content::Absent);
         assert_eq!(listener.heard(&mut bench.connection), ["0"]);
+        // Of one owner, and of nobody else.
+        bench.put(name, OTHER, "4", expiry);
+        assert_eq!(bench.force_out(name, ME), answer(0, 0));
+        assert_eq!(bench.content(name), held(OTHER, 4));
+        assert_eq!(bench.force_out(name, OTHER), answer(1, 0));
+        assert_eq!(bench.force_out(name, OTHER), answer(0, 0));
+        assert_eq!(listener.heard(&mut bench.connection), ["0"]);
     }
     bench.do_(&["SET", name, "text"]);
     assert_eq!(bench.force_unlock(name).0, 3);
@@ -350,7 +361,7 @@ fn a_script_that_is_sent_twice_leaves_what_it_left_once() {
     let lease = LEASE.to_string();
     let shorter = (LEASE / 2).to_string();
     let channel = &channel(name);
-    let calls: [(&str, &[&str]); 12] = [
+    let calls: [(&str, &[&str]); 13] = [
         (ACQUIRE, &[ME, &lease, "0", "1"]),
         (ACQUIRE, &[ME, &lease, "1", "2"]),
         (ACQUIRE, &[ME, &shorter, "1", "2"]),
@@ -362,7 +373,8 @@ fn a_script_that_is_sent_twice_leaves_what_it_left_once() {
         (RELEASE, &[OTHER, channel, &lease, "0"]),
         (RENEW, &[ME, &lease]),
         (COUNT, &[ME]),
-        (FORCE_UNLOCK, &[channel]),
+        (FORCE_UNLOCK, &["", channel]),
+        (FORCE_UNLOCK, &[ME, channel]),
     ];
     for stored in [None, Some("1"), Some("2"), Some("many"), Some(MOST)] {
         for expiry in [Some(SHORT), Some(2 * LEASE), None] {
@@ -564,7 +576,7 @@ fn in_a_batch_each_lock_stands_on_its_own() {
     };
     let freed = all(RELEASE, &|at| owned(&[ME, &channels[at], &lease, "0"]));
     assert_eq!(freed.iter().filter(|answer| answer.0 == 1).count(), LOCKS - 2);
-    let freed = all(FORCE_UNLOCK, &|at| owned(&[&channels[at]]));
+    let freed = all(FORCE_UNLOCK, &|at| owned(&["", &channels[at]]));
     assert_eq!(freed.iter().filter(|answer| answer.0 == 1).count(), 1, "the strange one only");
     assert_eq!((freed[STRANGE].0, freed[WRONG].0), (1, 3));
     assert_eq!(listener.heard(&mut bench.connection), ["0"]);
@@ -595,7 +607,7 @@ fn a_publish_that_is_refused_does_not_keep_the_lock() {
         assert_eq!(eval(&mut user, RELEASE, &[(name, &[ME, channel, lease, "0"])]), [answer(1, 0)], "{rules:?}");
         assert_eq!(bench.content(name), Content::Absent);
         bench.put(name, ME, "2", Some(LEASE));
-        assert_eq!(eval(&mut user, FORCE_UNLOCK, &[(name, &[channel])]), [answer(1, 0)], "{rules:?}");
+        assert_eq!(eval(&mut user, FORCE_UNLOCK, &[(name, &["", channel])]), [answer(1, 0)], "{rules:?}");
         assert_eq!(bench.content(name), Content::Absent);
     }
 }
@@ -635,7 +647,7 @@ fn a_user_who_may_not_write_is_refused_and_changes_nothing() {
     refused(eval(&mut user, RELEASE, &[(name, &[ME, channel, lease, "1"])]));
     refused(eval(&mut user, RELEASE, &[(name, &[ME, channel, lease, "0"])]));
     refused(eval(&mut user, RENEW, &[(name, &[ME, &(2 * LEASE).to_string()])]));
-    refused(eval(&mut user, FORCE_UNLOCK, &[(name, &[channel])]));
+    refused(eval(&mut user, FORCE_UNLOCK, &[(name, &["", channel])]));
     assert_eq!(eval(&mut user, COUNT, &[(name, &[ME])]), [answer(1, 2)]);
     assert_eq!(bench.content(name), held(ME, 2));
     bench.assert_expiry(name, LEASE);

@@ -1,22 +1,27 @@
--- force_unlock.lua: frees each of the locks named, whoever holds it, and wakes its waiters.
+-- force_unlock.lua: frees each of the locks named if that owner holds it, and wakes its waiters.
 --
 -- KEYS       name...  the hash of each lock
 -- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
--- ARGV[2...] one for each name, in the order of KEYS:
+-- ARGV[2...] two for each name, in the order of KEYS:
+--            owner    the field CLIENT:THREAD that was seen to hold it; empty: whoever does
 --            channel  where the lock's waiters listen (an argument: it is not a key)
 --
 -- Reply: ticket, then two values for each name:
---   1, 0        the lock was held and is free now; `0` was published
---   0, 0        there was no such lock
+--   1, 0        the lock was held so and is free now; `0` was published
+--   0, 0        nothing was changed: that owner does not hold it
 --   3, message  nothing was changed: the server's refusal for this name
 --
--- Idempotent. A key of another type is refused and stays (Redisson would delete it).
+-- Idempotent with an owner: a second run takes no other owner's lock. Without one it is not, and is sent once.
+-- A key of another type is refused and stays (Redisson would delete it).
 -- Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
 
-local function force_unlock(name, channel)
-  local hash = redis.pcall('hexists', name, '')
-  if type(hash) == 'table' then
-    return 3, hash.err
+local function force_unlock(name, owner, channel)
+  local held = redis.pcall('hexists', name, owner)
+  if type(held) == 'table' then
+    return 3, held.err
+  end
+  if held == 0 and owner ~= '' then
+    return 0, '0'
   end
   local deleted = redis.pcall('del', name)
   if type(deleted) == 'table' then
@@ -31,6 +36,6 @@ end
 
 local reply = { ARGV[1] }
 for i, name in ipairs(KEYS) do
-  reply[2 * i], reply[2 * i + 1] = force_unlock(name, ARGV[i + 1])
+  reply[2 * i], reply[2 * i + 1] = force_unlock(name, ARGV[2 * i], ARGV[2 * i + 1])
 end
 return reply

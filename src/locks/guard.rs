@@ -48,7 +48,8 @@ impl LockGuard {
 
     /// Keeps the hold without a guard: it stays held, and renewed if it was taken without a lease, until
     /// [`ReentrantLock::unlock`](crate::ReentrantLock::unlock) gives it back in the holder's scope, or until the client
-    /// ends. One that is lost meanwhile is remembered until `unlock` finds no other hold to give back, and says so.
+    /// ends. One that is lost meanwhile is remembered until `unlock` finds no other hold to give back, and says so; but not where the holder was a fresh one,
+    /// which no scope has.
     pub fn forget(self) {
         self.hold.forget();
     }
@@ -99,8 +100,8 @@ impl LockGuard {
     /// # Cancel safety
     /// It changes nothing, so it may be dropped at any time.
     pub fn lost(&self) -> impl Future<Output = LostReason> + Send + use<> {
-        let lease = Arc::clone(&self.hold.lease);
-        async move { lease.wait_lost().await }
+        let (lease, id) = (Arc::clone(&self.hold.lease), self.hold.id);
+        async move { lease.wait_lost(id).await }
     }
 
     /// Whether the lock is lost, by what is known and by the clock.
@@ -118,11 +119,11 @@ impl LockGuard {
 
     pub(crate) fn guarded<F: Future>(&self, future: F) -> Guarded<F> {
         let lease = Arc::clone(&self.hold.lease);
-        let waiting = Arc::clone(&lease);
+        let (waiting, id) = (Arc::clone(&lease), self.hold.id);
         Guarded {
             lock: self.hold.entry.ident.lock(),
             lease,
-            lost: async move { waiting.wait_lost().await }.boxed(),
+            lost: async move { waiting.wait_lost(id).await }.boxed(),
             future: Some(future.with_holder(self.holder())),
         }
     }

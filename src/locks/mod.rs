@@ -21,11 +21,13 @@ pub(crate) struct Ident {
     pub(crate) keys: Keys,
     pub(crate) holder: Holder,
     pub(crate) owner: Bytes,
+    /// Whether the holder was made for this one acquisition, so that no scope has it.
+    pub(crate) fresh: bool,
 }
 
 impl Ident {
     pub(crate) fn new(keys: Keys, client: ClientId, holder: Holder) -> Self {
-        Self { owner: owner_field(client, holder), keys, holder }
+        Self { owner: owner_field(client, holder), keys, holder, fresh: false }
     }
 
     pub(crate) fn lock(&self) -> String {

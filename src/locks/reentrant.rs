@@ -15,6 +15,7 @@ use crate::error::{Error, LostReason, Step};
 use crate::holder::Holder;
 use crate::holds::EntryRef;
 use crate::keys::Keys;
+use crate::lease::Lease;
 use crate::link::{Call, Failure, Reply};
 use crate::release;
 use crate::script::catalog::{ACQUIRE, COUNT, FORCE_UNLOCK, INSPECT, RELEASE, RENEW};
@@ -194,8 +195,10 @@ impl ReentrantLock {
 
     /// Frees the lock, whoever holds it, and wakes its waiters; `true` if it was held.
     ///
-    /// For operators. Holders in this client hear of it at once, others with their next renewal; so may one whose
-    /// grant is under way at that moment.
+    /// For operators. A holder in this client hears of it at once, another one with its next renewal.
+    ///
+    /// It looks who holds the lock, and then frees that owner's possession: sent twice because a reply was lost, it takes
+    /// nobody else's. Only where the lock changes hands each time it looks does it free the lock unseen.
     ///
     /// # Errors
     /// * [`Error::Server`]: the key holds another type; it stays.
@@ -205,26 +208,22 @@ impl ReentrantLock {
     /// # Cancel safety
     /// Dropping it does not recall what was sent: the lock may be freed.
     pub async fn force_unlock(&self) -> Result<bool, Error> {
+        const LOOKS: usize = 5;
         let keys = self.keys.clone()?;
-        self.core.ensure_open()?;
-        // Told before anybody else can have it.
-        let sent = Instant::now();
-        self.lose_all(&keys, sent);
-        let call = FORCE_UNLOCK.batch(1).row(keys.name.clone(), [("channel", keys.channel.clone())]).call();
-        let lock = keys.display();
-        let Asked { reply, repeated } = self.core.ask(call, &lock, Step::ForceUnlock).await?;
-        let freed = answer(reply)
-            .and_then(accepted)
-            .map_err(|failure| super::error(failure, &lock, Some(Step::ForceUnlock)))?;
-        // A grant that was under way is freed as well: it was sent before, and calls are run in their order. One that
-        // is not recorded yet hears of it with its next renewal.
-        self.lose_all(&keys, sent);
-        if freed.code == 0 && repeated {
-            // Nobody has it now, and an answer that was lost may have said that somebody had.
-            let detail = "the lock is free; whether it was held is not known, because a reply was lost".into();
-            return Err(Error::Unknown { lock, step: Step::ForceUnlock, detail });
+        for _ in 0..LOOKS {
+            let looked = Instant::now();
+            let owner = self.inspect().await?.first_owner(&keys)?;
+            // Told before anybody else can have it. What began before the look, and is not there, is lost already.
+            self.lose_all(&keys, |lease| lease.began < looked || Some(&lease.ident.owner) == owner.as_ref());
+            let Some(owner) = owner else { return Ok(false) };
+            let (freed, repeated) = self.force_out(&keys, owner).await?;
+            if freed || repeated {
+                // What the repeat did not find any more, the first sending has freed; or its holder has gone.
+                return Ok(true);
+            }
         }
-        Ok(freed.code == 1)
+        self.lose_all(&keys, |_| true);
+        Ok(self.force_out(&keys, Bytes::new()).await?.0)
     }
 
     /// The lock's name.
@@ -243,12 +242,29 @@ impl ReentrantLock {
         Options::new(Arc::clone(&self.core), self.keys.clone(), &Reentrant)
     }
 
-    /// Tells the holders in this client whose possession began by then that it was force-unlocked.
-    fn lose_all(&self, keys: &Keys, by: Instant) {
-        for lease in self.core.holds.leases_of(&keys.name).into_iter().filter(|lease| lease.began <= by) {
+    /// Tells holders in this client that their lock is force-unlocked.
+    fn lose_all(&self, keys: &Keys, whose: impl Fn(&Lease) -> bool) {
+        for lease in self.core.holds.leases_of(&keys.name).into_iter().filter(|lease| whose(lease)) {
             let reason = lease.lose(LostReason::ForceUnlocked);
             crate::renewal::tell_lost(&self.core, &lease, reason, false);
         }
+    }
+
+    /// Frees the lock if that owner holds it. Tells whether it did, and whether an earlier sending may have.
+    async fn force_out(&self, keys: &Keys, owner: Bytes) -> Result<(bool, bool), Error> {
+        let lock = keys.display();
+        // What names no owner must not run twice.
+        let once = owner.is_empty();
+        let row = [("owner", owner), ("channel", keys.channel.clone())];
+        let call = FORCE_UNLOCK.batch(1).row(keys.name.clone(), row).call();
+        let Asked { reply, repeated } = if once {
+            let reply = self.core.link.call(call).await;
+            Asked { reply: reply.map_err(|failure| one_try(failure, &lock))?, repeated: false }
+        } else {
+            self.core.ask(call, &lock, Step::ForceUnlock).await?
+        };
+        let answer = answer(reply).and_then(accepted).map_err(|failure| one_try(failure, &lock))?;
+        Ok((answer.code == 1, repeated))
     }
 
     /// Gives back a hold that no guard stands for.
@@ -316,6 +332,12 @@ impl ReentrantLock {
     }
 }
 
+/// The error for a force unlock that is not tried again.
+fn one_try(failure: Failure, lock: &str) -> Error {
+    let unknown = matches!(failure, Failure::Unknown(_)).then_some(Step::ForceUnlock);
+    super::error(failure, lock, unknown)
+}
+
 /// What `PTTL` answers where there is no key.
 const NO_KEY: i64 = -2;
 
@@ -328,6 +350,17 @@ struct Inspected {
 }
 
 impl Inspected {
+    /// The first of the owners, byte by byte.
+    fn first_owner(self, keys: &Keys) -> Result<Option<Bytes>, Error> {
+        if let Some(message) = self.refusal {
+            return Err(Error::Server { lock: Some(keys.display()), message });
+        }
+        Ok(self.fields.into_iter().next().and_then(|owner| match owner {
+            Reply::Text(owner) => Some(owner),
+            _ => None,
+        }))
+    }
+
     fn holders(self, keys: &Keys) -> Result<Vec<Holding>, Error> {
         if let Some(message) = self.refusal {
             return Err(Error::Server { lock: Some(keys.display()), message });

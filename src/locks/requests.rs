@@ -16,7 +16,6 @@ use crate::acquire::{Acquisition, acquire};
 use crate::config::{LeaseTime, WaitTime};
 use crate::core::Core;
 use crate::error::Error;
-use crate::holder::Holder;
 use crate::keys::Keys;
 use crate::lease::Mode;
 
@@ -47,7 +46,10 @@ impl Options {
                 None => unless_asked,
                 Some(wait) => WaitTime::new(wait)?,
             };
-            let ident = self.core.ident(&keys, current.unwrap_or_else(Holder::new));
+            let ident = match current {
+                Some(holder) => self.core.ident(&keys, holder),
+                None => self.core.fresh_ident(&keys),
+            };
             Ok((acquire(self.core, self.kind, ident, mode, wait).await?, keys))
         }
     }

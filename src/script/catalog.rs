@@ -15,7 +15,7 @@ pub(crate) static RENEW: Script = Script::new("renew", include_str!("../../lua/v
 
 /// Frees locks, whoever holds them.
 pub(crate) static FORCE_UNLOCK: Script =
-    Script::new("force_unlock", include_str!("../../lua/v1/force_unlock.lua"), &["channel"]);
+    Script::new("force_unlock", include_str!("../../lua/v1/force_unlock.lua"), &["owner", "channel"]);
 
 /// Reads an owner's hold count.
 pub(crate) static COUNT: Script = Script::new("count", include_str!("../../lua/v1/count.lua"), &["owner"]);

@@ -152,7 +152,7 @@ impl Bench {
                 (RELEASE, vec![OWNERS[*owner].to_owned(), channel, number(lease), number(leave)])
             }
             Step::Renew { owner, lease } => (RENEW, vec![OWNERS[*owner].to_owned(), number(lease)]),
-            Step::ForceUnlock => (FORCE_UNLOCK, vec![channel]),
+            Step::ForceUnlock => (FORCE_UNLOCK, vec![String::new(), channel]),
             Step::Count { owner } => (COUNT, vec![OWNERS[*owner].to_owned()]),
             Step::Reenter { .. } | Step::GiveBack { .. } | Step::Expire => unreachable!("no call"),
         };
