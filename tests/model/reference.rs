@@ -84,7 +84,7 @@ pub struct Model {
     /// Forgotten holds of earlier possessions that were lost, of which nobody has been told.
     owed: HashMap<(usize, usize), Vec<LostReason>>,
     /// Whose losses may have been told or not.
-    vague: HashSet<(usize, usize)>,
+    pub vague: HashSet<(usize, usize)>,
     ids: usize,
 }
 

@@ -234,6 +234,8 @@ impl<'a> World<'a> {
         let ran = Span { from, to: Instant::now() };
         self.model.holders.push((client, false));
         let who = self.model.holders.len() - 1;
+        // No scope has it, so what it forgets and loses need not be remembered.
+        self.model.vague.insert((who, lock));
         self.holders.push(answer.as_ref().ok().and_then(Option::as_ref).map_or_else(Holder::new, LockGuard::holder));
         prop_assert!(self.holders.iter().filter(|holder| **holder == self.holders[who]).count() == 1, "a fresh holder");
         let hold = self.model.acquire(who, lock, None, ran);
