@@ -437,7 +437,8 @@ async fn a_give_back_that_is_dropped_after_one_poll_is_finished() {
         let mut forced = Box::pin(lock.force_unlock());
         let _ = poll!(&mut forced);
         drop(forced);
-        assert!(guard.is_lost(), "its holder is told before anybody else can have it");
+        // It looks first; only then is the holder told, and only after that is anything freed.
+        assert!(guard.is_lost() || keys(&mut redis) == 1, "its holder is told before anybody else can have it");
         // A force unlock need not be finished; then the guard's end frees the lock.
         drop(guard);
         wait_until("it is freed, by force or by the guard", SOON, || keys(&mut redis) == 0);
