@@ -171,15 +171,21 @@ impl Waiter {
         }
     }
 
-    /// For how much longer trouble with the server is waited out: none of it twice, by those in line.
+    /// For how much longer trouble with the server is waited out: those in line do not begin anew, one after the other.
     fn patience_left(&self, in_flight: &InFlight) -> Result<Duration, Error> {
-        let Some(since) = in_flight.silent_since() else { return Ok(self.patience) };
-        let silence = since.max(self.begun).elapsed();
-        match self.patience.saturating_sub(silence) {
-            Duration::ZERO if !self.patience.is_zero() => Err(Error::Connection {
-                detail: format!("the server has answered no attempt for {silence:?} (try again when it is back)"),
+        // Where nobody has asked for a while it may well be over.
+        let Some(silence) = in_flight.silence().filter(|silence| silence.until.elapsed() < LONGEST) else {
+            return Ok(self.patience);
+        };
+        let lasted = silence.until.saturating_duration_since(silence.since.max(self.begun));
+        match (self.patience.saturating_sub(lasted), silence.said) {
+            (Duration::ZERO, Some(message)) if !self.patience.is_zero() => {
+                Err(Error::Server { lock: Some(self.entry.ident.lock()), message })
+            }
+            (Duration::ZERO, None) if !self.patience.is_zero() => Err(Error::Connection {
+                detail: format!("the server has answered no attempt for {lasted:?} (try again when it is back)"),
             }),
-            left => Ok(left),
+            (left, _) => Ok(left),
         }
     }
 
@@ -268,6 +274,13 @@ impl Effort {
         true
     }
 
+    /// Takes in why the server told nothing of the lock.
+    fn failed(&mut self, failure: &Failure) {
+        if let (Some(in_flight), Failure::Server(message)) = (&mut self.in_flight, failure) {
+            in_flight.refused(message.clone());
+        }
+    }
+
     /// Tells those in line what the server said.
     fn answered(self, outcome: Outcome) {
         if let Some(in_flight) = self.in_flight {
@@ -307,7 +320,7 @@ async fn attempt(
         let reply = core.link.call(entry.kind.acquire(ident, before, target, time)).await;
         match reply.and_then(|reply| entry.kind.acquired(reply)) {
             Ok(Acquired::Granted) => {
-                effort.answered(Outcome::Granted);
+                effort.answered(Outcome::Granted(sent + time.duration()));
                 return granted(core, &entry, live, mode, target, sent, time);
             }
             Ok(Acquired::Held(ttl)) => {
@@ -335,6 +348,7 @@ async fn attempt(
             Ok(Acquired::Other(found)) => break Failure::Server(format!("the hold count keeps changing, now {found}")),
             Err(failure) => {
                 unknown |= matches!(failure, Failure::Unknown(_));
+                effort.failed(&failure);
                 if !failure.is_passing() || !effort.again().await {
                     break failure;
                 }

@@ -14,7 +14,7 @@ use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
 use crate::holder::{ClientId, Holder, HolderPolicy};
 use crate::holds::Holds;
-use crate::link::{Link, PubSub, Settings};
+use crate::link::{Event, Link, PubSub, Settings};
 use crate::locks::reentrant::ReentrantLock;
 use crate::release::Background;
 use crate::script::catalog;
@@ -99,7 +99,7 @@ impl LockClient {
     /// while their code may still run), tasks end and connections are closed.
     ///
     /// Calling it again does nothing. Futures of this client that nobody polls are waited for no longer than a reply may
-    /// take.
+    /// take; but a release that waits behind such a one is not answered.
     ///
     /// # Errors
     /// [`Error::Timeout`] with [`Step::Shutdown`]: releases were still unanswered after the retry timeout.
@@ -227,8 +227,14 @@ impl LockClientBuilder {
         let scripts = catalog::ALL.map(|script| script.what());
         let (wakeups, changed) = Wakeups::new();
         let listener = Arc::clone(&wakeups);
-        let link = Arc::new(Link::connect(settings.clone(), &scripts).await?);
-        let pubsub = PubSub::open(settings, Arc::new(move |event| wakeup::event(&listener, event))).await?;
+        let limit = config.connect_timeout;
+        let connecting = async {
+            let link = Arc::new(Link::connect(settings.clone(), &scripts).await?);
+            let events = Arc::new(move |event: Event<'_>| wakeup::event(&listener, event));
+            Ok((link, PubSub::open(settings, events).await?))
+        };
+        let connected = tokio::time::timeout(limit, connecting).await;
+        let (link, pubsub) = connected.unwrap_or(Err(Error::Timeout { step: Step::Connect, after: limit }))?;
 
         let (stop, stopped) = watch::channel(false);
         let (background, worker) = Background::new(stopped.clone());

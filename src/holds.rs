@@ -44,6 +44,9 @@ impl Entry {
     pub(crate) fn set_lease(&self, lease: Option<Arc<Lease>>) {
         // The old one is dropped outside the lock.
         let old = std::mem::replace(&mut *self.lease.lock(), lease);
+        if let Some(old) = &old {
+            old.let_go();
+        }
         if let Some((reason, old)) = old.and_then(|old| Some((old.lost()?, old))) {
             self.owed.lock().extend(old.take_forgotten().into_iter().map(|entry| (reason, entry)));
         }
@@ -66,7 +69,9 @@ impl Entry {
 
     /// Lets go of what keeps it: nobody will ask any more.
     fn let_go(&self) {
-        let kept: Vec<_> = self.latest().into_iter().flat_map(|lease| lease.take_forgotten()).collect();
+        let latest = self.latest();
+        latest.iter().for_each(|lease| lease.let_go());
+        let kept: Vec<_> = latest.into_iter().flat_map(|lease| lease.take_forgotten()).collect();
         let owed = std::mem::take(&mut *self.owed.lock());
         drop((kept, owed));
     }

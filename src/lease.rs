@@ -56,6 +56,8 @@ struct State {
     renewing: bool,
     /// Whether a refused renewal was told.
     refused: bool,
+    /// Keeps the entry, so that its holder's next acquire knows what was left.
+    kept: Option<EntryRef>,
     /// Whether somebody sees to it that a lost lease leaves nothing on the server.
     cleaned: bool,
     due: Option<Instant>,
@@ -114,6 +116,7 @@ impl Lease {
                 ends: Instant::now(),
                 lost: None,
                 lost_holds: Vec::new(),
+                kept: None,
                 renewing: false,
                 refused: false,
                 cleaned: false,
@@ -255,6 +258,18 @@ impl Lease {
         drop(spare);
     }
 
+    /// Keeps the entry of what could not be given back.
+    pub(crate) fn keep(&self, entry: EntryRef) {
+        let old = self.state.lock().kept.replace(entry);
+        drop(old);
+    }
+
+    /// Lets go of the entry that is kept.
+    pub(crate) fn let_go(&self) {
+        let kept = self.state.lock().kept.take();
+        drop(kept);
+    }
+
     /// Takes the entries that forgotten holds keep.
     pub(crate) fn take_forgotten(&self) -> Vec<EntryRef> {
         self.state.lock().holds.iter_mut().filter_map(|hold| hold.forgotten.take()).collect()
@@ -316,12 +331,13 @@ impl Lease {
         self.state.lock().claim_cleaning()
     }
 
-    /// Whether the server may have what is lost here.
+    /// Whether the server may still have what is lost or given back here: a release that succeeded leaves no lease.
     pub(crate) fn may_be_there(&self) -> bool {
         // The server's clock began to run when the script arrived, a little later than ours.
         const LATER: Duration = Duration::from_secs(1);
         let state = self.state.lock();
-        state.lost == Some(LostReason::Expired) && !state.cleaned && Instant::now() < state.ends + LATER
+        let ended = state.lost.is_some() || state.holds.is_empty();
+        ended && state.lost != Some(LostReason::Gone) && Instant::now() < state.ends + LATER
     }
 
     /// When a lost lease has to be looked at once more, because its holders still have time to go.
@@ -330,9 +346,14 @@ impl Lease {
         (state.lost == Some(LostReason::Expired) && !state.cleaned).then_some(state.ends)
     }
 
-    /// Takes in that the server refused a renewal. `true` for the first time.
-    pub(crate) fn refused(&self) -> bool {
-        !std::mem::replace(&mut self.state.lock().refused, true)
+    /// Takes in whether the server refused a renewal. Tells whether it had refused one before.
+    pub(crate) fn refused(&self, refused: bool) -> bool {
+        std::mem::replace(&mut self.state.lock().refused, refused)
+    }
+
+    /// Whether the server refused the last renewal.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.state.lock().refused
     }
 
     /// Says that a renewal is over, so that the next may begin.

@@ -316,7 +316,12 @@ async fn release(
         }
         Err(Failure::Server(message)) if message.starts_with("WRONGTYPE") => return Err(gone(LostReason::Gone)),
         Err(failure @ Failure::Unknown(_)) => return Err(ident.unknown(failure, Step::Release)),
-        Err(failure) => return Err(ident.refused(failure)),
+        Err(failure) => {
+            if last && !ident.holder.is_private() {
+                lease.keep(entry.clone());
+            }
+            return Err(ident.refused(failure));
+        }
     }
     if last {
         entry.set_lease(None);

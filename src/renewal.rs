@@ -83,8 +83,10 @@ fn look(core: &Arc<Core>) -> Vec<Vec<Arc<Lease>>> {
     }
     let mut batches: Vec<Vec<Arc<Lease>>> = Vec::new();
     for lease in due {
+        // One that was refused would have the others of its batch refused, too.
         let room = |batch: &&mut Vec<Arc<Lease>>| {
-            batch.len() < core.config.renewal_batch && same_kind(batch[0].kind, lease.kind)
+            let spoilt = lease.is_refused() || batch[0].is_refused();
+            !spoilt && batch.len() < core.config.renewal_batch && same_kind(batch[0].kind, lease.kind)
         };
         match batches.iter_mut().rev().find(room) {
             Some(batch) => batch.push(lease),
@@ -109,19 +111,18 @@ async fn renew_batch(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
     let sent = Instant::now();
     let reply = core.link.call(kind.renew(&idents, time)).await;
     let answers = reply.and_then(|reply| kind.renewed(reply, batch.len()));
-    let passing = answers.as_ref().is_err_and(Failure::is_passing);
     let answers = match answers {
         Ok(answers) => {
             outage.over();
             answers
         }
-        // The server is there, and refuses the script as it is: perhaps for one of its keys (ACL). Each on its own, then.
-        Err(Failure::Server(_)) if !passing && batch.len() > 1 => {
+        // The server refuses the script for one of its keys (ACL). Each on its own, then.
+        Err(Failure::Server(message)) if concerns_a_key(&message) && batch.len() > 1 => {
             let alone = batch.into_iter().map(|lease| renew(Arc::clone(&core), vec![lease], outage));
             futures::future::join_all(alone).await;
             return;
         }
-        Err(Failure::Server(message)) if !passing => batch.iter().map(|_| Renewed::Refused(message.clone())).collect(),
+        Err(Failure::Server(message)) if concerns_a_key(&message) => vec![Renewed::Refused(message)],
         Err(failure) => {
             outage.goes_on(&failure);
             batch.iter().for_each(|lease| again(&core, lease));
@@ -132,6 +133,7 @@ async fn renew_batch(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
         lease.renewal_over();
         match answer {
             Renewed::Yes => {
+                lease.refused(false);
                 lease.confirmed(None, Some(Proof { sent, lease: time }));
                 if lease.live_count().is_some() {
                     plan(&core, lease, sent);
@@ -144,13 +146,18 @@ async fn renew_batch(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
                 tell_lost(&core, lease, lease.lose(LostReason::Gone), false);
             }
             Renewed::Refused(message) => {
-                if lease.refused() {
+                if !lease.refused(true) {
                     tracing::warn!(lock = %lease.ident.lock(), message, "the server refuses a renewal; it is tried again");
                 }
                 again(&core, lease);
             }
         }
     }
+}
+
+/// Whether a refusal is of one of the keys named, rather than of the script.
+fn concerns_a_key(message: &str) -> bool {
+    message.starts_with("CROSSSLOT") || (message.starts_with("NOPERM") && message.contains("key"))
 }
 
 /// Tells of an outage once, not with each renewal.
@@ -173,8 +180,13 @@ impl Outage {
 
 /// Plans another renewal soon.
 fn again(core: &Core, lease: &Arc<Lease>) {
-    let pause =
-        (core.config.watchdog_timeout.duration() / 30).clamp(Duration::from_millis(5), Duration::from_millis(500));
+    let watchdog = core.config.watchdog_timeout.duration();
+    let pause = if lease.is_refused() {
+        // Each such is a call of its own.
+        watchdog / 6
+    } else {
+        (watchdog / 30).clamp(Duration::from_millis(5), Duration::from_millis(500))
+    };
     lease.renewal_over();
     if lease.live_count().is_some() || lease.lost().is_some() {
         let at = lease.plan(Instant::now() + pause);

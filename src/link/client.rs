@@ -161,13 +161,14 @@ impl Shared {
     async fn proved(&self, line: &Numbered, ticket: Bytes, message: String) -> Failure {
         let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
         match self.send(line, ping, vec![Value::Bytes(ticket.clone())]).await {
-            Ok(Reply::Text(echo)) if echo != ticket => {
+            Ok(Reply::Text(echo)) if echo == ticket => Failure::Server(message),
+            // The server refuses this, too: it is busy, or gives no right to it.
+            Err(Failure::Server(_)) => Failure::Server(message),
+            Err(failure) => failure,
+            Ok(_) => {
                 self.distrust(line.number, "an error belonged to another call");
                 Failure::Unknown("an error reply belonged to another call".into())
             }
-            Err(failure @ Failure::Unknown(_)) => failure,
-            // Proved; or the server refuses this, too.
-            _ => Failure::Server(message),
         }
     }
 
@@ -355,7 +356,10 @@ async fn refuse_cluster(line: &Line) -> Result<(), Error> {
         return Ok(());
     };
     let info = String::from_utf8_lossy(&info);
-    match info.lines().find_map(|field| field.strip_prefix("redis_mode:")).map(str::trim) {
+    // Valkey has another name for it.
+    let mode =
+        |field: &str| field.strip_prefix("redis_mode:").or(field.strip_prefix("server_mode:")).map(str::to_owned);
+    match info.lines().find_map(mode).as_deref().map(str::trim) {
         None | Some("standalone") => Ok(()),
         Some(mode) => Err(Error::InvalidConfig {
             setting: "url",

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::sync::OwnedMutexGuard;
 use tokio::time::Instant;
 
 use super::requests::{LockRequest, Options, RunRequest, TryLockRequest};
@@ -69,7 +70,8 @@ impl ReentrantLock {
     /// The waiters of one process stand in line, first come first served; processes compete. A request that has been
     /// polled and is kept without being polled any more gives way to those behind it after two re-check intervals (after
     /// two command timeouts more if it stands still while it asks the server). If the server grants it the lock while
-    /// nobody polls it, the lock stays taken until that lease is over: rather drop such a request.
+    /// nobody polls it, the lock stays taken until that lease is over; and a holder's other operations on the lock wait for a
+    /// re-entry of its own that nobody polls. Rather drop such a request.
     ///
     /// Without [`lease`](LockRequest::lease) the lock gets the watchdog timeout and is renewed until it is released.
     ///
@@ -146,7 +148,7 @@ impl ReentrantLock {
     /// answer), [`Error::Server`], [`Error::Closed`].
     ///
     /// # Cancel safety
-    /// It changes nothing, so it may be dropped at any time. So may all questions below.
+    /// It changes nothing, so it may be dropped at any time.
     pub async fn is_locked(&self) -> Result<bool, Error> {
         Ok(self.inspect().await?.pttl != NO_KEY)
     }
@@ -155,6 +157,9 @@ impl ReentrantLock {
     ///
     /// # Errors
     /// As [`ReentrantLock::is_locked`].
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it may be dropped at any time.
     pub async fn is_held(&self) -> Result<bool, Error> {
         Ok(self.hold_count().await? > 0)
     }
@@ -163,6 +168,9 @@ impl ReentrantLock {
     ///
     /// # Errors
     /// As [`ReentrantLock::is_locked`]; [`Error::Server`] also where the field is no number.
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it may be dropped at any time.
     pub async fn hold_count(&self) -> Result<u64, Error> {
         let keys = self.keys.clone()?;
         let Some(holder) = self.holder() else { return Ok(0) };
@@ -177,6 +185,9 @@ impl ReentrantLock {
     ///
     /// # Errors
     /// As [`ReentrantLock::is_locked`].
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it may be dropped at any time.
     pub async fn remaining_ttl(&self) -> Result<Option<Duration>, Error> {
         Ok(match self.inspect().await?.pttl {
             NO_KEY => None,
@@ -188,6 +199,9 @@ impl ReentrantLock {
     ///
     /// # Errors
     /// As [`ReentrantLock::is_locked`]; [`Error::Server`] also where a count is no number.
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it may be dropped at any time.
     pub async fn holders(&self) -> Result<Vec<Holding>, Error> {
         let keys = self.keys.clone()?;
         self.inspect().await?.holders(&keys)
@@ -203,6 +217,7 @@ impl ReentrantLock {
     /// # Errors
     /// * [`Error::Server`]: the key holds another type; it stays.
     /// * [`Error::Unknown`]: a reply was lost; the lock may have been freed by this call. It is safe to ask again.
+    /// * [`Error::Timeout`] with [`Step::Inspect`] or [`Step::EarlierOperation`]: nothing was freed.
     /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`].
     ///
     /// # Cancel safety
@@ -213,6 +228,12 @@ impl ReentrantLock {
         for _ in 0..LOOKS {
             let looked = Instant::now();
             let owner = self.inspect().await?.first_owner(&keys)?;
+            // A holder of this client does nothing more with the lock until it is known what became of this. Its next
+            // possession would look the same to a script that runs twice.
+            let _turn = match &owner {
+                Some(owner) => self.turn_of(&keys, owner).await?,
+                None => None,
+            };
             // Told before anybody else can have it. What began before the look, and is not there, is lost already.
             self.lose_all(&keys, |lease| lease.began < looked || Some(&lease.ident.owner) == owner.as_ref());
             let Some(owner) = owner else { return Ok(false) };
@@ -240,6 +261,18 @@ impl ReentrantLock {
 
     fn options(&self) -> Options {
         Options::new(Arc::clone(&self.core), self.keys.clone(), &Reentrant)
+    }
+
+    /// The turn of an owner that is a holder of this client.
+    async fn turn_of(&self, keys: &Keys, owner: &Bytes) -> Result<Option<OwnedMutexGuard<()>>, Error> {
+        let own = self.core.holds.leases_of(&keys.name);
+        let Some(lease) = own.iter().find(|lease| lease.ident.owner == *owner) else { return Ok(None) };
+        let turn = Arc::clone(&self.core.entry(&lease.ident, &Reentrant).turn).lock_owned();
+        let limit = self.core.config.patience();
+        match tokio::time::timeout(limit, turn).await {
+            Ok(turn) => Ok(Some(turn)),
+            Err(_) => Err(Error::Timeout { step: Step::EarlierOperation, after: limit }),
+        }
     }
 
     /// Tells holders in this client that their lock is force-unlocked.

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::time::Instant;
@@ -23,20 +22,12 @@ pub(crate) struct Waiter {
     notify: Notify,
     /// How many answers the lane had had when it joined.
     answers: u64,
-    /// Whether it waits for no more than the lane's next answer.
-    wants_answer: AtomicBool,
 }
 
 impl Waiter {
     /// Resolves when [`Lane::step`] may answer differently.
     pub(crate) async fn notified(&self) {
         self.notify.notified().await;
-    }
-
-    /// Has it notified of the next answer of the server, whatever that says. `true` if that is new: then an answer may
-    /// have come just before.
-    pub(crate) fn wants_answer(&self) -> bool {
-        !self.wants_answer.swap(true, Ordering::SeqCst)
     }
 }
 
@@ -63,13 +54,25 @@ pub(crate) enum Standing {
 }
 
 /// How an attempt ended.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) enum Outcome {
-    Granted,
+    /// Until then if nobody renews it.
+    Granted(Instant),
     /// Somebody else holds the lock, until then if nobody renews it.
     Held(Option<Instant>),
-    /// It tells nothing.
-    Silent,
+    /// It tells nothing of the lock; perhaps the server said why.
+    Silent(Option<String>),
+}
+
+/// A time in which no attempt told anything of the lock.
+#[derive(Debug, Clone)]
+pub(crate) struct Silence {
+    /// When the first of these attempts began.
+    pub(crate) since: Instant,
+    /// When the last of them ended.
+    pub(crate) until: Instant,
+    /// What the server said to that one.
+    pub(crate) said: Option<String>,
 }
 
 /// How often a lane tries.
@@ -95,8 +98,12 @@ struct State {
     attempts: u64,
     /// How many attempts the server has answered.
     answers: u64,
-    /// Since when it has answered none: the first attempt of those began then.
-    silent_since: Option<Instant>,
+    answered_at: Option<Instant>,
+    silence: Option<Silence>,
+    /// Those that wait for no more than the next answer.
+    wanting: Vec<Arc<Waiter>>,
+    /// Whether somebody was passed over since the last attempt: then others that stand still may be behind.
+    in_a_hurry: bool,
     closed: bool,
 }
 
@@ -113,7 +120,10 @@ impl Lane {
                 trying: None,
                 attempts: 0,
                 answers: 0,
-                silent_since: None,
+                answered_at: None,
+                silence: None,
+                wanting: Vec::new(),
+                in_a_hurry: false,
                 closed,
             }),
         }
@@ -122,12 +132,7 @@ impl Lane {
     /// Puts a waiter at the end.
     pub(crate) fn join(&self, thread: i64) -> Arc<Waiter> {
         let mut state = self.state.lock();
-        let waiter = Arc::new(Waiter {
-            thread,
-            notify: Notify::new(),
-            answers: state.answers,
-            wants_answer: AtomicBool::new(false),
-        });
+        let waiter = Arc::new(Waiter { thread, notify: Notify::new(), answers: state.answers });
         state.queue.push_back(Arc::clone(&waiter));
         waiter
     }
@@ -140,11 +145,9 @@ impl Lane {
         }
         let now = Instant::now();
         state.take_back(waiter);
-        let behind = if state.trying.is_some() && state.answers == waiter.answers {
-            Standing::InTheDark
-        } else {
-            Standing::Behind
-        };
+        // What the last attempt was told still stands; one in flight, or one that was told nothing, leaves it open.
+        let open = state.trying.is_some() || state.silence.is_some();
+        let behind = if open && state.answers == waiter.answers { Standing::InTheDark } else { Standing::Behind };
         if !state.is_front(waiter) {
             if now < state.front_overdue_at(pace) {
                 return Step::Sleep { until: state.front_overdue_at(pace), place: behind };
@@ -164,6 +167,7 @@ impl Lane {
         state.tried = state.wakes;
         state.recheck_at = now + pace.recheck;
         state.attempts += 1;
+        state.in_a_hurry = false;
         state.trying = Some((state.attempts, Arc::clone(waiter)));
         Step::Try(state.attempts)
     }
@@ -196,34 +200,50 @@ impl Lane {
         }
     }
 
-    /// Since when the server has answered no attempt.
-    pub(crate) fn silent_since(&self) -> Option<Instant> {
-        self.state.lock().silent_since
+    /// The time up to now in which no attempt told anything.
+    pub(crate) fn silence(&self) -> Option<Silence> {
+        self.state.lock().silence.clone()
+    }
+
+    /// Has a waiter notified of the next answer of the server, whatever that says. `true` if that is new: then an
+    /// answer may have come just before.
+    pub(crate) fn wants_answer(&self, waiter: &Arc<Waiter>) -> bool {
+        let mut state = self.state.lock();
+        let is_new = !state.wanting.iter().any(|other| Arc::ptr_eq(other, waiter));
+        if is_new {
+            state.wanting.push(Arc::clone(waiter));
+        }
+        is_new
     }
 
     /// Ends an attempt that began then. Tells whether the lane is idle.
-    pub(crate) fn over(&self, attempt: u64, began: Instant, outcome: Outcome) -> bool {
+    pub(crate) fn over(&self, attempt: u64, began: Instant, outcome: &Outcome) -> bool {
         let mut state = self.state.lock();
+        let now = Instant::now();
         match outcome {
-            Outcome::Silent => state.silent_since = state.silent_since.or(Some(began)),
-            Outcome::Granted | Outcome::Held(_) => {
-                state.silent_since = None;
-                // Those who joined since the last answer are last in line.
-                let new = state.queue.iter().rev().take_while(|waiter| waiter.answers == state.answers);
-                new.filter(|waiter| waiter.wants_answer.load(Ordering::SeqCst))
-                    .for_each(|waiter| waiter.notify.notify_one());
+            // An answer that came since is worth more.
+            Outcome::Silent(_) if state.answered_at.is_some_and(|at| at >= began) => {}
+            Outcome::Silent(said) => {
+                let (since, before) =
+                    state.silence.take().map_or((began, None), |silence| (silence.since, silence.said));
+                state.silence = Some(Silence { since, until: now, said: said.clone().or(before) });
+            }
+            Outcome::Granted(_) | Outcome::Held(_) => {
+                state.silence = None;
+                state.answered_at = Some(now);
                 state.answers += 1;
+                state.wanting.drain(..).for_each(|waiter| waiter.notify.notify_one());
             }
         }
         if let Some((_, waiter)) = state.trying.take_if(|(number, _)| *number == attempt) {
             let goes_away = !state.is_front(&waiter);
             match outcome {
-                Outcome::Held(Some(at)) => state.recheck_at = state.recheck_at.min(at),
+                Outcome::Held(Some(at)) => state.recheck_at = state.recheck_at.min(*at),
                 Outcome::Held(None) => {}
                 // Who began it has the lock; but who went away gives it back.
-                Outcome::Granted if !goes_away => {}
+                Outcome::Granted(at) if !goes_away => state.recheck_at = state.recheck_at.min(*at),
                 // Who comes next has to ask for itself.
-                Outcome::Granted | Outcome::Silent => state.wakes += 1,
+                Outcome::Granted(_) | Outcome::Silent(_) => state.wakes += 1,
             }
             if goes_away {
                 state.pass_baton();
@@ -243,6 +263,7 @@ impl Lane {
         } else {
             state.absent.retain(|other| !Arc::ptr_eq(other, waiter));
         }
+        state.wanting.retain(|other| !Arc::ptr_eq(other, waiter));
         state.is_idle()
     }
 
@@ -273,7 +294,8 @@ impl State {
     /// When the one in front has had time enough to take its turn.
     fn front_overdue_at(&self, pace: Pace) -> Instant {
         let turn_at = if self.trying.is_some() { self.attempt_overdue_at(pace) } else { self.recheck_at };
-        turn_at + pace.recheck
+        // Who is polled at all comes at once when it is notified.
+        turn_at + if self.in_a_hurry { pace.recheck / 10 } else { pace.recheck }
     }
 
     fn everybody(&self) -> impl Iterator<Item = &Arc<Waiter>> {
@@ -299,6 +321,7 @@ impl State {
     fn pass_over(&mut self, now: Instant) {
         self.absent.extend(self.queue.pop_front());
         self.trying = None;
+        self.in_a_hurry = true;
         self.wakes += 1;
         self.recheck_at = now;
     }

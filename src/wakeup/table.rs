@@ -7,7 +7,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::lane::{Lane, Outcome, Pace, Standing, Step, Waiter};
+use super::lane::{Lane, Outcome, Pace, Silence, Standing, Step, Waiter};
 use super::sync::Mutex;
 
 /// All lanes of a client.
@@ -201,7 +201,7 @@ impl Place {
         match self.lane.lane.step(&self.waiter, pace) {
             Step::Try(attempt) => {
                 let lane = self.lane.clone();
-                Turn::Try(InFlight { lane, attempt, began: Instant::now(), pace, outcome: Outcome::Silent })
+                Turn::Try(InFlight { lane, attempt, began: Instant::now(), pace, outcome: Outcome::Silent(None) })
             }
             Step::Sleep { until, place } => {
                 if place == Standing::Front {
@@ -220,7 +220,7 @@ impl Place {
 
     /// Has it notified as soon as the server has told the lane anything. `true` if that is new: then look again.
     pub(crate) fn wants_answer(&self) -> bool {
-        self.waiter.wants_answer()
+        self.lane.lane.wants_answer(&self.waiter)
     }
 }
 
@@ -248,12 +248,17 @@ impl InFlight {
         self.lane.lane.goes_on(self.attempt, self.pace);
     }
 
-    /// Since when the server has answered none of the lane's attempts.
-    pub(crate) fn silent_since(&self) -> Option<Instant> {
-        self.lane.lane.silent_since()
+    /// The time up to now in which none of the lane's attempts told anything.
+    pub(crate) fn silence(&self) -> Option<Silence> {
+        self.lane.lane.silence()
     }
 
-    /// Ends it with what the server said.
+    /// Takes in why the server told nothing of the lock.
+    pub(crate) fn refused(&mut self, said: String) {
+        self.outcome = Outcome::Silent(Some(said));
+    }
+
+    /// Ends it with what the server told.
     pub(crate) fn answered(mut self, outcome: Outcome) {
         self.outcome = outcome;
     }
@@ -261,7 +266,7 @@ impl InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        if self.lane.lane.over(self.attempt, self.began, self.outcome) {
+        if self.lane.lane.over(self.attempt, self.began, &self.outcome) {
             self.lane.remove_if_idle();
         }
     }
