@@ -5,7 +5,7 @@ mod support;
 use std::time::Duration;
 
 use redisson_lock::{Error, LockClient};
-use support::server::{Server, unique};
+use support::server::{Server, unique, wait_until};
 
 /// `redis://host/99`: the server answers `ERR DB index is out of range`. That is a refusal (Error::Server, "the
 /// server's words"), not "the server cannot be reached, and nothing was sent".
@@ -37,4 +37,19 @@ async fn the_shortest_allowed_lease_can_be_had() {
         had += u32::from(lock.lock().lease(Duration::from_millis(1)).await.is_ok());
     }
     assert!(had > 0, "1 ms was refused 50 times, with Error::Lost");
+}
+
+/// In a cluster a script may touch the keys of one slot only: two locks that are renewed together would both be lost.
+/// Half a support is worse than none.
+#[tokio::test]
+async fn a_cluster_is_refused_rather_than_half_supported() {
+    let server = Server::builder().arg("--cluster-enabled", "yes").start();
+    let mut redis = server.connection();
+    redis::cmd("CLUSTER").arg("ADDSLOTS").arg((0..16_384).collect::<Vec<_>>()).exec(&mut redis).unwrap();
+    wait_until("the cluster serves", Duration::from_secs(20), || {
+        redis::cmd("CLUSTER").arg("INFO").query::<String>(&mut redis).unwrap().contains("cluster_state:ok")
+    });
+    let error = LockClient::connect(&server.url()).await.unwrap_err();
+    assert!(matches!(error, Error::InvalidConfig { setting: "url", .. }), "{error:?}");
+    assert!(error.to_string().contains("cluster"), "{error}");
 }

@@ -465,6 +465,58 @@ async fn a_reply_that_belongs_to_another_call_grants_no_lock() {
     }
 }
 
+/// An error carries no proof of whose it is. One that was meant for another call must not hide that the server has
+/// granted this one.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_error_that_belongs_to_another_call_is_not_believed() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    redis::cmd("ACL").arg(&["SETUSER", "app", "on", ">secret", "~app:*", "&*", "+@all"]).exec(&mut redis).unwrap();
+    let proxy = Proxy::start(&server).await;
+    let url = proxy.url().replace("redis://", "redis://app:secret@");
+    let client = LockClient::connect(&url).await.unwrap();
+    let name = unique("app:stock");
+    let forbidden = client.lock(unique("stock"));
+    // The next reply on the connection takes the place of the one that is lost.
+    proxy.next_reply_to(&["EVALSHA", &name], Fate::Swallow);
+    let acquire = tokio::spawn(client.lock(&name).lock());
+    wait_until("its reply is lost", SOON, || proxy.applied() == 1);
+    let refused = tokio::spawn(forbidden.try_lock());
+    let told = timeout(SOON, acquire).await.expect("it hangs").unwrap();
+    let refused = timeout(SOON, refused).await.expect("it hangs").unwrap();
+    assert!(refused.is_err(), "the test's own condition: {refused:?}");
+    match told {
+        Ok(guard) => guard.unlock().await.unwrap(),
+        Err(_) => wait_until_given_back(&mut redis, &name),
+    }
+}
+
+/// An acquire runs, its reply is lost with its connection, and the server refuses its repeats for as long as the client
+/// tries. Nothing is known of the first one: "refused" would not be the whole truth.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refusal_of_the_repeats_does_not_hide_that_the_outcome_is_unknown() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let replicas_needed = |redis: &mut redis::Connection, number: u64| {
+        redis::cmd("CONFIG").arg("SET").arg("min-replicas-to-write").arg(number).exec(redis).unwrap();
+    };
+    let proxy = Proxy::start(&server).await;
+    let client =
+        LockClient::builder().command_timeout(ms(2_000)).retry_timeout(ms(2_000)).connect(&proxy.url()).await.unwrap();
+    let name = unique("stock");
+    proxy.set(Way::Replies, Flow::Hold);
+    let acquire = tokio::spawn(client.lock(&name).try_lock());
+    wait_until("the acquire has run", SOON, || exists(&mut redis, &name));
+    // From now on the server refuses whatever writes.
+    replicas_needed(&mut redis, 1);
+    proxy.close_now();
+    proxy.set(Way::Replies, Flow::Pass);
+    let outcome = timeout(SOON, acquire).await.expect("it hangs").unwrap();
+    replicas_needed(&mut redis, 0);
+    assert!(matches!(outcome, Err(Error::Unknown { step: Step::Acquire, .. })), "{outcome:?}");
+    wait_until_given_back(&mut redis, &name);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unlock_of_unknown_outcome_is_settled_later() {
     let server = Server::start();

@@ -5,7 +5,7 @@ mod support;
 use std::time::{Duration, Instant};
 
 use futures::FutureExt;
-use redisson_lock::{Error, LockClient, Step};
+use redisson_lock::{Error, Holder, HolderExt, LockClient, Step};
 use support::proxy::{Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until};
 use tokio::time::timeout;
@@ -21,6 +21,10 @@ fn calls(redis: &mut redis::Connection) -> u64 {
     let info: String = redis::cmd("INFO").arg("commandstats").query(redis).unwrap();
     let line = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
     line.and_then(|line| line.split(',').next()?.parse().ok()).unwrap_or(0)
+}
+
+fn channels(redis: &mut redis::Connection) -> usize {
+    redis::cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(redis).unwrap().len()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -108,4 +112,171 @@ async fn a_waiter_that_is_not_polled_while_it_asks_gives_way() {
     let guard = timeout(LIMIT, lock.lock()).await.expect("a waiter that stands still blocks the line").unwrap();
     guard.unlock().await.unwrap();
     timeout(LIMIT, parked).await.expect("it never got in").unwrap().unlock().await.unwrap();
+}
+
+/// The question in front of the line has no answer, so nothing is known: "others hold it" would be made up.
+#[tokio::test(flavor = "multi_thread")]
+async fn behind_a_question_without_an_answer_nobody_is_told_that_others_hold_the_lock() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let proxy = Proxy::start(&server).await;
+    let client =
+        LockClient::builder().command_timeout(ms(500)).retry_timeout(ms(500)).connect(&proxy.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    proxy.set(Way::Requests, Flow::Hold);
+    assert!(timeout(ms(5), lock.lock()).await.is_err());
+    let mut second = lock.lock();
+    assert!(futures::poll!(&mut second).is_pending());
+    let second = tokio::spawn(second);
+    let told = lock.lock().wait(ms(50)).await;
+    let tried = lock.try_lock().wait(ms(50)).await;
+    assert_eq!(redis::cmd("EXISTS").arg(lock.name().unwrap()).query(&mut redis), Ok(0), "the test's own condition");
+    second.abort();
+    assert!(!matches!(told, Err(Error::Contended { .. })), "{told:?}");
+    assert!(!matches!(tried, Ok(None)), "{tried:?}");
+}
+
+/// Outside any scope each acquisition has a holder of its own, which has done nothing before: whoever looked for its
+/// earlier operation would not find one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_timeout_behind_another_holders_attempt_does_not_blame_the_same_holder() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let client =
+        LockClient::builder().command_timeout(ms(500)).retry_timeout(ms(500)).connect(&proxy.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    // An adopted holder asks twice, so that its attempt takes 800 ms.
+    proxy.set(Way::Requests, Flow::Delay(ms(400)));
+    let adopted = Holder::from_thread_id(7).unwrap();
+    assert!(timeout(ms(5), lock.lock().with_holder(adopted)).await.is_err());
+    let told = lock.lock().wait(ms(10)).await.unwrap_err();
+    assert!(matches!(told, Error::Timeout { .. }), "the test's own condition: {told:?}");
+    assert!(!told.to_string().contains("same holder"), "{told}");
+}
+
+/// The server is gone, and the first in line hears of it after the retry timeout. If each of the others had to find that
+/// out for itself, one after the other, the last would wait for many retry timeouts.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_in_line_hear_of_a_dead_server_after_the_retry_timeout() {
+    const WAITERS: u32 = 40;
+    let retry_timeout = ms(500);
+    let mut server = Server::start();
+    let client = LockClient::builder()
+        .command_timeout(ms(200))
+        .retry_timeout(retry_timeout)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("stock"));
+    server.kill();
+    let begun = Instant::now();
+    let waiters: Vec<_> = (0..WAITERS).map(|_| tokio::spawn(lock.lock())).collect();
+    for waiter in waiters {
+        timeout(2 * LIMIT, waiter).await.expect("a waiter hangs").unwrap().unwrap_err();
+    }
+    let last = begun.elapsed();
+    assert!(last < retry_timeout * WAITERS / 4, "the last one heard after {last:?}");
+}
+
+/// The channels of all waiters are subscribed anew after an outage. If every failed subscription during the outage asked
+/// for all of them again, the server would meet many times as many questions as ever, at the moment it is back.
+#[tokio::test(flavor = "multi_thread")]
+async fn after_an_outage_the_waiters_do_not_storm() {
+    const LOCKS: usize = 200;
+    let second = ms(1_000);
+    let mut server = Server::builder().persistent().start();
+    let mut redis = server.connection();
+    let client = LockClient::builder()
+        .command_timeout(ms(50))
+        .connect_timeout(ms(1_000))
+        .retry_timeout(Duration::from_secs(3_600))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let names: Vec<_> = (0..LOCKS).map(|_| unique("stock")).collect();
+    for name in &names {
+        redis::cmd("HSET").arg(name).arg("9f3c0b6e-54a9-4c4f-8a53-0d2f5f2f7c11:1").arg(1).exec(&mut redis).unwrap();
+    }
+    let waiters: Vec<_> = names.iter().map(|name| tokio::spawn(client.lock(name).lock())).collect();
+    wait_until("they wait", LIMIT, || channels(&mut redis) == LOCKS);
+    let before = calls(&mut redis);
+    tokio::time::sleep(2 * second).await;
+    let usual = (calls(&mut redis) - before) / 2;
+    server.stop();
+    tokio::time::sleep(4 * second).await;
+    server.restart();
+    let mut redis = server.connection();
+    let (mut last, mut most) = (calls(&mut redis), 0);
+    for _ in 0..4 {
+        tokio::time::sleep(second).await;
+        let now = calls(&mut redis);
+        most = most.max(now - last);
+        last = now;
+    }
+    assert!(waiters.iter().all(|waiter| !waiter.is_finished()));
+    waiters.iter().for_each(|waiter| waiter.abort());
+    // Twice or three times as many are usual: each waiter asks when the connection is new, and when it is subscribed.
+    assert!(most < 6 * usual, "{most} questions in a second, usually {usual}");
+}
+
+/// A holder's re-entry is kept and not polled, and its guard is dropped: nobody has the lock, and a renewal for the sake
+/// of the re-entry would keep all others out for ever.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_dropped_guard_is_not_renewed_for_ever_behind_a_reentry_that_is_not_polled() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .watchdog_timeout(ms(900))
+        .recheck_interval(ms(100))
+        .retry_timeout(ms(300))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("stock"));
+    let holder = Holder::new();
+    let guard = lock.lock().with_holder(holder).await.unwrap();
+    let parked = loop {
+        let mut reentry = Box::pin(lock.lock().with_holder(holder));
+        // On a busy machine everything may be done by the end of one poll.
+        if (&mut reentry).now_or_never().is_none() {
+            break reentry;
+        }
+    };
+    drop(guard);
+    let rival = LockClient::connect(&server.url()).await.unwrap();
+    let got = timeout(LIMIT, rival.lock(lock.name().unwrap()).lock()).await;
+    assert!(got.is_ok(), "still taken after {LIMIT:?}, with a lease of 0.9 s and no guard");
+    drop(parked);
+}
+
+/// Many that are not polled are in front, at different stages. Each newcomer passes them once, not again and again.
+#[tokio::test(flavor = "multi_thread")]
+async fn waiters_that_are_not_polled_have_given_way_after_two_intervals() {
+    let server = Server::start();
+    let client =
+        LockClient::builder().recheck_interval(ms(100)).command_timeout(ms(200)).connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let guard = lock.lock().await.unwrap();
+    let mut parked: Vec<_> = (0..30).map(|_| Box::pin(lock.lock())).collect();
+    for one in &mut parked {
+        for _ in 0..3 {
+            assert!(one.now_or_never().is_none());
+            tokio::time::sleep(ms(5)).await;
+        }
+    }
+    guard.unlock().await.unwrap();
+    let mut took = Vec::new();
+    for _ in 0..4 {
+        let begun = Instant::now();
+        timeout(LIMIT, tokio::spawn(lock.lock()))
+            .await
+            .expect("nobody gets in")
+            .unwrap()
+            .unwrap()
+            .unlock()
+            .await
+            .unwrap();
+        took.push(begun.elapsed());
+    }
+    // The first one has waited until they gave way.
+    assert!(took[1..].iter().all(|took| *took < ms(1_000)), "the lock is free, and each one waits: {took:?}");
 }

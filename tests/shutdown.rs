@@ -5,11 +5,12 @@ mod support;
 use std::future::Future;
 use std::time::{Duration, Instant};
 
-use futures::poll;
+use futures::{FutureExt, poll};
 use redisson_lock::{Error, Holder, HolderExt, LockClient, LostReason, Step};
 use support::proxy::{Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until};
 use tokio::runtime::{Builder, Runtime};
+use tokio::sync::oneshot;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
 
@@ -132,8 +133,13 @@ async fn holds_that_are_alive_at_a_shutdown_are_lost_and_keep_others_out_for_the
     let client = LockClient::builder().watchdog_timeout(ms(2_000)).connect(&server.url()).await.unwrap();
     let (name, other) = (unique("stock"), unique("other"));
     let guard = client.lock(&name).lock().await.unwrap();
-    let stopped = tokio::spawn(client.lock(&other).run(std::future::pending::<()>()).into_future());
-    wait_until("the work has begun", SOON, || pttl(&mut redis, &other) > 0);
+    let (begin, begun) = oneshot::channel();
+    let work = async move {
+        begin.send(()).unwrap();
+        std::future::pending::<()>().await;
+    };
+    let stopped = tokio::spawn(client.lock(&other).run(work).into_future());
+    timeout(SOON, begun).await.expect("the work has not begun").unwrap();
     let lost = tokio::spawn(guard.lost());
     client.shutdown().await.unwrap();
     assert_eq!(timeout(SOON, lost).await.expect("the loss was never told").unwrap(), LostReason::Shutdown);
@@ -252,6 +258,71 @@ fn a_shutdown_in_front_of_a_silent_network_comes_to_an_end() {
     proxy.close_now();
     proxy.set(Way::Both, Flow::Pass);
     wait_until("no task is alive", SOON, || runtime.metrics().num_alive_tasks() <= alone);
+}
+
+/// A request that nobody polls is not over, and never will be. A shutdown waits for it no longer than for a reply, and
+/// does not take it for a release that was not finished.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_beside_a_request_that_nobody_polls_finishes_in_front_of_a_healthy_server() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let (name, parked) = loop {
+        let name = unique("stock");
+        let mut parked = Box::pin(client.lock(&name).lock());
+        // On a busy machine everything may be done by the end of one poll.
+        if (&mut parked).now_or_never().is_none() {
+            break (name, parked);
+        }
+    };
+    wait_until("it has run", SOON, || pttl(&mut redis, &name) > 0);
+    assert_eq!(timeout(2 * SOON, client.shutdown()).await.expect("it hangs"), Ok(()));
+    drop(parked);
+}
+
+/// The client has given up its connections, and those that it opened instead are not answered either, when it is shut
+/// down. When the server goes on none of them may come to life.
+#[test]
+fn a_shutdown_in_front_of_a_paused_server_leaves_no_connection_when_it_goes_on() {
+    const CLIENTS: usize = 10;
+    let server = Server::start();
+    let kept = leaves_nothing(&server, async {
+        let mut clients = Vec::new();
+        for _ in 0..CLIENTS {
+            let builder = LockClient::builder().command_timeout(ms(200)).retry_timeout(ms(200));
+            clients.push(builder.connect(&server.url()).await.unwrap());
+        }
+        server.pause();
+        // Beyond the second after which an idle connection is tried out. Nobody can be asked what has come of that.
+        tokio::time::sleep(ms(1_500)).await;
+        for client in &clients {
+            // Nothing has to be released; whether it notices that is another test's affair.
+            let _ = timeout(SOON, client.shutdown()).await.expect("it hangs");
+        }
+        server.resume();
+        clients
+    });
+    drop(kept);
+}
+
+/// The connection for calls is being replaced, at any stage of that, when the client is shut down.
+#[test]
+fn a_shutdown_while_the_connection_is_being_replaced_leaves_no_connection() {
+    const ROUNDS: u64 = 150;
+    let server = Server::start();
+    let kept = leaves_nothing(&server, async {
+        let mut redis = server.connection();
+        let mut clients = Vec::new();
+        for round in 0..ROUNDS {
+            let client = LockClient::connect(&server.url()).await.unwrap();
+            redis::cmd("CLIENT").arg(&["KILL", "TYPE", "normal", "SKIPME", "yes"]).exec(&mut redis).unwrap();
+            tokio::time::sleep(Duration::from_micros(100 * (round % 75))).await;
+            timeout(SOON, client.shutdown()).await.expect("it hangs").unwrap();
+            clients.push(client);
+        }
+        clients
+    });
+    drop(kept);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,4 +1,4 @@
-//! Warnings to tasks that wait for themselves.
+//! Warnings: to tasks that wait for themselves, and of renewals that are refused.
 
 mod support;
 
@@ -25,19 +25,30 @@ impl Write for Log {
     }
 }
 
+impl Log {
+    /// Listens to this thread, for as long as the guard lives.
+    fn listen(&self) -> tracing::subscriber::DefaultGuard {
+        let writer = self.clone();
+        let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+        tracing::subscriber::set_default(subscriber)
+    }
+
+    fn warnings(&self) -> String {
+        let text = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
+        text.lines().filter(|line| line.contains("WARN")).map(|line| format!("{line}\n")).collect()
+    }
+}
+
 /// What is traced in this thread while that runs.
 async fn heard(work: impl AsyncFnOnce(ReentrantLock)) -> String {
     let server = Server::start();
     let client =
         LockClient::builder().watchdog_timeout(2 * BRIEF).recheck_interval(BRIEF).connect(&server.url()).await.unwrap();
     let log = Log::default();
-    let writer = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
-    let _listening = tracing::subscriber::set_default(subscriber);
+    let _listening = log.listen();
     work(client.lock(unique("stock"))).await;
     client.shutdown().await.unwrap();
-    let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
-    text.lines().filter(|line| line.contains("WARN")).map(|line| format!("{line}\n")).collect()
+    log.warnings()
 }
 
 /// "Two branches of one `join!` exclude each other", by design. No deadlock here: branch one lets go by itself,
@@ -121,4 +132,33 @@ async fn a_wait_for_many_short_holds_is_not_warned() {
     })
     .await;
     assert!(!told.contains("in_current_holder"), "{told}");
+}
+
+/// A refused renewal between others that are granted, each in a call of its own, is no outage that begins and ends with
+/// every one of them: a log full of that would hide the refusal.
+#[tokio::test]
+async fn a_refused_renewal_is_not_told_as_an_outage_again_and_again() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let user = ["SETUSER", "app", "on", ">secret", "~app:*", "~tmp:*", "&*", "+@all"];
+    redis::cmd("ACL").arg(&user).exec(&mut redis).unwrap();
+    let url = server.url().replace("redis://", "redis://app:secret@");
+    let client = LockClient::builder().watchdog_timeout(5 * BRIEF).renewal_batch_size(1).connect(&url).await.unwrap();
+    let log = Log::default();
+    let _listening = log.listen();
+    let mut guards = Vec::new();
+    for _ in 0..20 {
+        guards.push(client.lock(unique("app:stock")).lock().await.unwrap());
+        // So that their renewals come one after the other, each between two refusals.
+        tokio::time::sleep(BRIEF / 15).await;
+    }
+    let spoilt = client.lock(unique("tmp:stock")).lock().await.unwrap();
+    redis::cmd("ACL").arg(&["SETUSER", "app", "resetkeys", "~app:*"]).exec(&mut redis).unwrap();
+    tokio::time::timeout(20 * BRIEF, spoilt.lost()).await.expect("nobody renews it");
+    assert!(guards.iter().all(|guard| !guard.is_lost()));
+    let text = log.warnings();
+    let told = text.matches("renewals are not answered").count();
+    assert!(told <= 1, "an outage that there was not, told {told} times");
+    assert_eq!(text.matches("the server refuses a renewal").count(), 1, "{text}");
+    client.shutdown().await.unwrap();
 }

@@ -16,7 +16,9 @@ use shuttle::future::{block_on, spawn, yield_now};
 use shuttle::rand::{Rng, thread_rng};
 use shuttle::sync::Mutex;
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 
+#[allow(dead_code)]
 #[path = "../../src/wakeup/lane.rs"]
 mod lane;
 mod sync;
@@ -110,7 +112,7 @@ async fn attempt(
     let granted = server.acquire(owner);
     yield_now().await;
     server.now_in_flight(-1);
-    in_flight.answered(if granted { Outcome::Granted } else { Outcome::Held(None) });
+    in_flight.answered(if granted { Outcome::Granted(Instant::now() + NEVER) } else { Outcome::Held(None) });
     if told.send(granted).is_err() && granted {
         yield_now().await;
         server.release(owner, &wakeups);

@@ -1,0 +1,92 @@
+//! What a client and its locks cost, in bytes that are allocated.
+
+mod support;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use redisson_lock::{LockClient, LockGuard};
+use support::server::{Server, unique, wait_until};
+use tokio::sync::Mutex;
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The system's allocator, which counts.
+struct Counting;
+
+static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+// SAFETY: everything is passed on to the system's allocator, as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATED.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promises are the same.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        ALLOCATED.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promises are the same.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+/// One test at a time: they count the bytes of the whole process.
+static ALONE: Mutex<()> = Mutex::const_new(());
+
+/// How much more is allocated than it was.
+fn grown(before: usize) -> usize {
+    ALLOCATED.load(Ordering::Relaxed).saturating_sub(before)
+}
+
+/// One client for a process is enough, but a program that has one for each of many servers should not feel it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_costs_less_than_a_megabyte() {
+    const CLIENTS: usize = 20;
+    let _alone = ALONE.lock().await;
+    let server = Server::start();
+    // What the first one allocates for all is not counted.
+    let _first = LockClient::connect(&server.url()).await.unwrap();
+    let before = ALLOCATED.load(Ordering::Relaxed);
+    let mut clients = Vec::new();
+    for _ in 0..CLIENTS {
+        clients.push(LockClient::connect(&server.url()).await.unwrap());
+    }
+    let each = grown(before) / CLIENTS;
+    assert!(each < 1 << 20, "a client costs {} KiB", each / 1024);
+}
+
+/// A hold that was forgotten waits for its unlock. Where no scope has its holder that unlock cannot come, and when its
+/// lease is over nothing may be left of it: a service would grow with each lock that it takes for a fixed time.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_forgotten_hold_whose_lease_is_over_costs_no_memory() {
+    const HOLDS: usize = 1_000;
+    let _alone = ALONE.lock().await;
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let take = async |count: usize| -> Vec<LockGuard> {
+        let mut guards = Vec::new();
+        for _ in 0..count {
+            guards.push(client.lock(unique("stock")).lock().lease(Duration::from_secs(1)).await.unwrap());
+        }
+        guards
+    };
+    // More at once than later: tables keep the room that they have been given.
+    let guards = take(2 * HOLDS).await;
+    wait_until("the leases are over", LIMIT, || guards.iter().all(LockGuard::is_lost));
+    drop(guards);
+    wait_until("the server has forgotten them", LIMIT, || keys(&server) == 0);
+    let before = ALLOCATED.load(Ordering::Relaxed);
+    take(HOLDS).await.into_iter().for_each(|guard| {
+        guard.forget();
+    });
+    wait_until("forgotten holds leave less than 100 bytes each", LIMIT, || grown(before) < 100 * HOLDS);
+}
+
+fn keys(server: &Server) -> usize {
+    redis::cmd("DBSIZE").query(&mut server.connection()).unwrap()
+}
