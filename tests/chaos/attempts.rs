@@ -22,6 +22,8 @@ pub struct Attempt {
     pub said: Vec<(Nanos, Nanos)>,
     /// When the acquire ended without a grant, and whether it is certain that it left nothing.
     pub ended: Option<(Nanos, bool)>,
+    /// Whether it was told that somebody else holds the lock.
+    pub contended: bool,
     pub lost: Option<Nanos>,
     pub giving: Option<Nanos>,
     pub gave: Option<(Nanos, String)>,
@@ -169,7 +171,10 @@ impl Attempt {
                 self.granted = Some(at);
                 self.say(at, *remaining);
             }
-            Event::Failed { .. } => self.ended = Some((at, true)),
+            Event::Failed { why } => {
+                self.ended = Some((at, true));
+                self.contended = why == "contended";
+            }
             Event::Unknown { .. } | Event::Cancelled => self.ended = Some((at, false)),
             Event::Sure { remaining } => self.say(at, *remaining),
             Event::Lost { .. } => self.lost = Some(self.lost.map_or(at, |lost| lost.min(at))),

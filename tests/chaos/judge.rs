@@ -15,7 +15,8 @@
 //! **Truth.** The server never has more holds of an owner than attempts of that owner that may be there: not one that was
 //! told to have failed, or to be given back, not for a moment; one whose end is not known until its process has been
 //! without a fault for two seconds. No key is without an expiry. The counts that are told are right. No unlock
-//! succeeds after the loss was told.
+//! succeeds after the loss was told; none is told to be lost that the server has, without a fault; and nobody is told of
+//! contention where nobody else is.
 //!
 //! **Wake-ups.** While a lock is free whenever one looks, nobody waits for it for longer than a second and a half, unless
 //! there is a fault, or was in the second and a half before. The bound is far below the re-check interval of those
@@ -35,6 +36,9 @@ use super::history::{Event, Fault, History, MS, Nanos};
 
 /// For how long a waiter may stand before a free lock, and for how long there must have been no fault.
 const WAKE: Nanos = 1_500 * MS;
+
+/// For how long there must have been no fault, if a loss is to have no reason.
+const CALM: Nanos = 5_000 * MS;
 
 /// For how long a loss may be on its way to the history.
 const TOLD: Nanos = 1_000 * MS;
@@ -213,6 +217,14 @@ fn told(story: &Story, found: &mut Vec<Violation>) {
 /// Whether what was told is so.
 fn words(story: &Story, found: &mut Vec<Violation>) {
     for attempt in &story.attempts {
+        if let Some(at) = lost_without_reason(story, attempt) {
+            let what = format!("lock {}: {} was told to be lost, and the server had it", attempt.lock, name(attempt));
+            found.push(Violation { rule: Rule::Lie, at, what });
+        }
+        if let Some(at) = contended_by_nobody(story, attempt) {
+            let what = format!("lock {}: {} was told of contention, and nobody was there", attempt.lock, name(attempt));
+            found.push(Violation { rule: Rule::Lie, at, what });
+        }
         let confirmed = attempt.gave.as_ref().filter(|(_, outcome)| outcome == "ok");
         if let (Some((at, _)), Some(lost), Some(giving)) = (confirmed, attempt.lost, attempt.giving) {
             if lost < giving {
@@ -234,6 +246,30 @@ fn words(story: &Story, found: &mut Vec<Violation>) {
             _ => {}
         }
     }
+}
+
+/// When an unlock said that the lock was lost, although its own claim went on, the server had it just before, and there had
+/// been no fault for long.
+fn lost_without_reason(story: &Story, attempt: &Attempt) -> Option<Nanos> {
+    let (at, giving) = (attempt.gave.as_ref().filter(|(_, outcome)| outcome == "lost")?.0, attempt.giving?);
+    let calm = giving.saturating_sub(CALM);
+    let faulty = story.faults_of(attempt.process).any(|fault| fault.from <= at && fault.to >= calm);
+    let last = story.history.samples.iter().rev().find(|sample| sample.to <= giving)?;
+    let recent = giving - last.to < 100 * MS;
+    let had = last.held.iter().any(|key| key.lock == attempt.lock && key.owner == attempt.owner);
+    (!faulty && recent && had && attempt.sure_until > at).then_some(at)
+}
+
+/// When an acquire was told that somebody else holds the lock, although nobody else had to do with it.
+fn contended_by_nobody(story: &Story, attempt: &Attempt) -> Option<Nanos> {
+    let (at, _) = attempt.ended.filter(|_| attempt.contended)?;
+    let mut looks = story.history.samples.iter().filter(|sample| sample.from >= attempt.invoked && sample.to <= at);
+    let free =
+        looks.clone().next().is_some() && looks.all(|sample| sample.held.iter().all(|key| key.lock != attempt.lock));
+    let mut others = story.attempts.iter().filter(|other| other.lock == attempt.lock && !std::ptr::eq(*other, attempt));
+    let alone =
+        others.all(|other| other.invoked > at || story.may_hold_until(other).saturating_add(TOLD) < attempt.invoked);
+    (free && alone).then_some(at)
 }
 
 /// Whether anybody waited for a lock that was free.

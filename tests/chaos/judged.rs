@@ -260,3 +260,29 @@ fn what_never_ends_is_found() {
     tale.0.left.push("a channel".into());
     tale.breaks(&[Rule::Conservation]);
 }
+
+#[test]
+fn an_unlock_that_says_lost_and_was_not_is_a_lie() {
+    let tale = |outcome| {
+        Tale::default()
+            .granted(100, 1, 1)
+            .server(0, 90, &[])
+            .server(100, 400, &[(1, 1)])
+            .gave(400, 1, 1, outcome)
+            .server(406, 5_000, &[])
+    };
+    tale("lost").breaks(&[Rule::Lie]);
+    tale("lost").fault(350, 360, "keys deleted", None).breaks(&[]);
+    tale("ok").breaks(&[]);
+}
+
+#[test]
+fn contention_with_nobody_is_a_lie() {
+    let tale = |free_from| {
+        let contended = Event::Failed { why: "contended".into() };
+        Tale::default().server(free_from, 2_000, &[]).invoked(500, 1, 1).line(1_000, 1, 1, contended)
+    };
+    tale(0).breaks(&[Rule::Lie]);
+    tale(1_500).breaks(&[]);
+    tale(0).invoked(700, 2, 2).line(800, 2, 2, Event::Failed { why: "refused".into() }).breaks(&[]);
+}
