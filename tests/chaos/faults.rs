@@ -95,6 +95,11 @@ impl Kind {
             || self.is_control()
     }
 
+    /// Whether it waits for a call, whose reply it then meets.
+    fn is_fate(self) -> bool {
+        matches!(self, Kind::SwallowReply(_) | Kind::CloseOnReply(_) | Kind::CutReply(_))
+    }
+
     /// Whether the judge has to find something after it. He is not told of such a fault.
     pub fn is_control(self) -> bool {
         matches!(self, Kind::ForgetData | Kind::DeleteKeys | Kind::FreeInSilence)
@@ -185,7 +190,7 @@ impl Stage {
             let mut server = self.server.lock().await;
             let from = now();
             act_on_server(&mut server, kind, lasts).await;
-            self.record(from, kind, None);
+            self.record(from, kind, None, false);
             return;
         }
         let slot = &self.slots[slot];
@@ -199,7 +204,7 @@ impl Stage {
                 worker.pause();
                 sleep(lasting).await;
                 worker.resume();
-                self.record(from, kind, Some(slot.number));
+                self.record(from, kind, Some(slot.number), false);
             }
             Kind::KillWorker => {
                 let mut incarnation = slot.worker.lock().await;
@@ -209,11 +214,12 @@ impl Stage {
                 self.killed.lock().unwrap().push((process_of(slot.number, incarnation.number), now()));
                 incarnation.number += 1;
                 incarnation.worker = Some((slot.start)(process_of(slot.number, incarnation.number)));
-                self.record(from, kind, Some(slot.number));
+                self.record(from, kind, Some(slot.number), false);
             }
             _ => {
                 let _flow = slot.flow.lock().await;
                 let (from, proxy) = (now(), &slot.proxy);
+                let applied = proxy.applied();
                 match kind {
                     Kind::HoldRequests => proxy.set(Way::Requests, Flow::Hold),
                     Kind::HoldReplies => proxy.set(Way::Replies, Flow::Hold),
@@ -229,16 +235,23 @@ impl Stage {
                 proxy.set(Way::Both, Flow::Pass);
                 proxy.no_more_fates();
                 proxy.deliver();
-                self.record(from, kind, Some(slot.number));
+                // There may have been no such call meanwhile.
+                let idle = kind.is_fate() && proxy.applied() == applied;
+                self.record(from, kind, Some(slot.number), idle);
             }
         }
     }
 
-    fn record(&self, from: Nanos, kind: Kind, slot: Option<u64>) {
+    fn record(&self, from: Nanos, kind: Kind, slot: Option<u64>, idle: bool) {
         if kind.is_control() {
             return;
         }
-        let fault = Fault { from, to: now(), kind: kind.name().into(), slot };
+        let fault = Fault {
+            from,
+            to: now(),
+            kind: format!("{}{}", kind.name(), if idle { ": met nothing" } else { "" }),
+            slot,
+        };
         self.faults.lock().unwrap().push(fault);
     }
 }
