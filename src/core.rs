@@ -67,7 +67,9 @@ impl Core {
             }
             return Err(match failure {
                 // A question leaves nothing behind.
-                Failure::Unknown(_) if step == Step::Inspect => Error::Timeout { step, after: begun.elapsed() },
+                Failure::Unknown(_) | Failure::NotSent(_) if repeated && step == Step::Inspect => {
+                    Error::Timeout { step, after: begun.elapsed() }
+                }
                 failure => locks::error(failure, lock, (repeated && step != Step::Inspect).then_some(step)),
             });
         }
