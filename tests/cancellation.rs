@@ -16,6 +16,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use redis::{Connection, cmd};
 use redisson_lock::{Error, Holder, HolderExt, LockClient, LockClientBuilder, LockGuard, ReentrantLock};
+use support::observe::{channels, connections};
 use support::server::{Server, unique, wait_until};
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::yield_now;
@@ -51,14 +52,6 @@ fn scripts(redis: &mut Connection) -> i64 {
 
 fn keys(redis: &mut Connection) -> usize {
     cmd("DBSIZE").query(redis).unwrap()
-}
-
-fn channels(redis: &mut Connection) -> usize {
-    cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(redis).unwrap().len()
-}
-
-fn connections(redis: &mut Connection) -> usize {
-    cmd("CLIENT").arg("LIST").query::<String>(redis).unwrap().lines().count()
 }
 
 /// Whether a key was removed by its expiry: then what should have been given back was not.

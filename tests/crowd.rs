@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use futures::poll;
 use redis::{Connection, cmd};
 use redisson_lock::LockClient;
+use support::observe::{sha1_of, subscribers};
 use support::process::{self, Worker, setting};
 use support::server::{Server, unique, wait_until};
 
@@ -44,10 +45,10 @@ impl Monitor {
             // +1700000000.000000 [0 127.0.0.1:40000] "EVALSHA" "sha1" ...
             for line in lines.map_while(Result::ok) {
                 let mut heard = noted.lock().unwrap();
-                if line.contains(script("acquire")) {
+                if line.contains(sha1_of("acquire")) {
                     let from = line.split([' ', ']']).nth(2).unwrap().to_owned();
                     *heard.acquires.entry(from).or_default() += 1;
-                } else if line.contains(script("release")) {
+                } else if line.contains(sha1_of("release")) {
                     heard.releases += 1;
                 }
             }
@@ -65,19 +66,8 @@ impl Monitor {
     }
 }
 
-/// The SHA-1 by which a script is called.
-fn script(name: &str) -> &'static str {
-    let line = include_str!("../lua/v1/CHECKSUMS").lines().find(|line| line.ends_with(&format!("  {name}.lua")));
-    line.and_then(|line| line.split(' ').next()).unwrap_or_else(|| panic!("no script {name}"))
-}
-
 fn number(redis: &mut Connection, key: &str) -> usize {
     cmd("GET").arg(key).query::<Option<usize>>(redis).unwrap().unwrap_or(0)
-}
-
-fn subscribers(redis: &mut Connection, lock: &str) -> usize {
-    let channel = format!("redisson_lock__channel:{{{lock}}}");
-    cmd("PUBSUB").arg("NUMSUB").arg(channel).query::<(String, usize)>(redis).unwrap().1
 }
 
 fn scripts(redis: &mut Connection) -> String {

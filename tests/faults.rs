@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use redisson_lock::{Error, Holder, LockClient, LockClientBuilder, LockGuard, LostReason, Step};
+use support::observe::{exists, info, owners, sha1_of};
 use support::proxy::{Fate, Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until};
 use tokio::task::{JoinHandle, block_in_place};
@@ -25,31 +26,8 @@ fn quick() -> LockClientBuilder {
     LockClient::builder().watchdog_timeout(ms(60_000)).command_timeout(ms(300))
 }
 
-/// The SHA-1 by which a script is called.
-fn script(name: &str) -> &'static str {
-    let line = include_str!("../lua/v1/CHECKSUMS").lines().find(|line| line.ends_with(&format!("  {name}.lua")));
-    line.and_then(|line| line.split(' ').next()).unwrap_or_else(|| panic!("no script {name}"))
-}
-
-/// Who holds the lock, by the server's word: owner fields and hold counts.
-fn owners(redis: &mut redis::Connection, lock: &str) -> HashMap<String, i64> {
-    redis::cmd("HGETALL").arg(lock).query(redis).unwrap()
-}
-
 fn owner(client: &LockClient, holder: Holder) -> String {
     format!("{}:{holder}", client.client_id())
-}
-
-fn exists(redis: &mut redis::Connection, lock: &str) -> bool {
-    redis::cmd("EXISTS").arg(lock).query(redis).unwrap()
-}
-
-/// A number from `INFO`; 0 where it is not told.
-fn info(redis: &mut redis::Connection, section: &str, prefix: &str, field: &str) -> u64 {
-    let info: String = redis::cmd("INFO").arg(section).query(redis).unwrap();
-    let line = info.lines().find_map(|line| line.strip_prefix(prefix)).unwrap_or_default();
-    let number = line.split(',').find_map(|pair| pair.strip_prefix(field)).unwrap_or("0");
-    number.parse().unwrap()
 }
 
 /// Waits until the lock's key is gone because somebody took it away, not because its lease was over.
@@ -205,7 +183,7 @@ async fn a_lost_reply_to_an_acquire_leaves_one_hold() {
         let proxy = Proxy::start(&server).await;
         let client = quick().connect(&proxy.url()).await.unwrap();
         let name = unique("stock");
-        proxy.next_reply_to(&[script("acquire"), &name], fate);
+        proxy.next_reply_to(&[sha1_of("acquire"), &name], fate);
         let guard = client.lock(&name).lock().await.unwrap();
         assert_eq!(proxy.applied(), 1);
         assert_eq!(owners(&mut redis, &name), HashMap::from([(owner(&client, guard.holder()), 1)]));
@@ -225,7 +203,7 @@ async fn a_lost_reply_to_a_reentry_leaves_two_holds() {
         let name = lock.name().unwrap();
         let outer = lock.lock().await.unwrap();
         let field = owner(&client, outer.holder());
-        proxy.next_reply_to(&[script("acquire"), &name], fate);
+        proxy.next_reply_to(&[sha1_of("acquire"), &name], fate);
         let inner = outer.run(async { lock.lock().await.unwrap() }).await.unwrap();
         assert_eq!(proxy.applied(), 1);
         assert_eq!(owners(&mut redis, &name), HashMap::from([(field.clone(), 2)]));
@@ -247,10 +225,10 @@ async fn a_lost_reply_to_an_unlock_is_no_error() {
         let name = lock.name().unwrap();
         let outer = lock.lock().await.unwrap();
         let inner = outer.run(async { lock.lock().await.unwrap() }).await.unwrap();
-        proxy.next_reply_to(&[script("release"), &name], fate);
+        proxy.next_reply_to(&[sha1_of("release"), &name], fate);
         inner.unlock().await.unwrap();
         assert_eq!(owners(&mut redis, &name), HashMap::from([(owner(&client, outer.holder()), 1)]));
-        proxy.next_reply_to(&[script("release"), &name], fate);
+        proxy.next_reply_to(&[sha1_of("release"), &name], fate);
         outer.unlock().await.unwrap();
         assert_eq!(proxy.applied(), 2);
         assert!(!exists(&mut redis, &name));
@@ -267,7 +245,7 @@ async fn the_repeat_of_an_unlock_takes_nothing_from_the_next_holder() {
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
     let waiter = waiting(&other, &name);
-    proxy.next_reply_to(&[script("release"), &name], Fate::Swallow);
+    proxy.next_reply_to(&[sha1_of("release"), &name], Fate::Swallow);
     guard.unlock().await.unwrap();
     assert_eq!(proxy.applied(), 1);
     let rivals = served(waiter).await;
@@ -291,7 +269,7 @@ async fn a_lost_reply_to_a_renewal_loses_no_lock() {
         let name = unique("stock");
         let begun = Instant::now();
         let guard = client.lock(&name).lock().await.unwrap();
-        proxy.next_reply_to(&[script("renew"), &name], fate);
+        proxy.next_reply_to(&[sha1_of("renew"), &name], fate);
         wait_until("the reply is lost", SOON, || proxy.applied() == 1);
         // Beyond the end of what the acquire proved.
         wait_until("the first lease is over", SOON, || begun.elapsed() > ms(3_300));
@@ -440,7 +418,7 @@ async fn a_reply_that_belongs_to_another_call_grants_no_lock() {
         redis::cmd("HSET").arg(name).arg("9f3c0b6e-54a9-4c4f-8a53-0d2f5f2f7c11:1").arg(1).exec(&mut redis).unwrap();
     }
     for round in 1..=5 {
-        proxy.next_reply_to(&[script("acquire"), &names[(3 * round) % LOCKS]], Fate::Swallow);
+        proxy.next_reply_to(&[sha1_of("acquire"), &names[(3 * round) % LOCKS]], Fate::Swallow);
         let tries: Vec<_> = names
             .iter()
             .map(|name| {

@@ -5,6 +5,7 @@ mod support;
 use std::time::Duration;
 
 use redisson_lock::{LockClient, LockGuard};
+use support::observe::exists;
 use support::proxy::{Fate, Proxy};
 use support::server::{Server, unique, wait_until};
 use tokio::task::JoinHandle;
@@ -15,10 +16,6 @@ const SOON: Duration = Duration::from_secs(10);
 const LEASE: Duration = Duration::from_secs(600);
 /// What a request contains that is the first to free the lock: the script publishes there.
 const FREES: [&str; 2] = ["EVALSHA", "redisson_lock__channel"];
-
-fn exists(redis: &mut redis::Connection, lock: &str) -> bool {
-    redis::cmd("EXISTS").arg(lock).query(redis).unwrap()
-}
 
 /// Waits for the lock in a task of its own, and is in line for it by now.
 fn next_in_line(client: &LockClient, name: &str, redis: &mut redis::Connection) -> JoinHandle<LockGuard> {

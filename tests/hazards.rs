@@ -10,10 +10,9 @@ use std::time::{Duration, Instant};
 
 use redis::{Connection, cmd};
 use redisson_lock::{Error, Holder, HolderExt, LockClient, LockClientBuilder, LockGuard, LostReason, Step};
+use support::observe::{pttl, rival, scripts, sha1_of, watch};
 use support::proxy::{Fate, Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until, wait_until_async};
-use tokio::runtime::Builder;
-use tokio::sync::oneshot;
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{sleep, timeout};
 use tracing::field::{Field, Visit};
@@ -37,12 +36,6 @@ fn watchdog(millis: u64) -> LockClientBuilder {
     LockClient::builder().watchdog_timeout(ms(millis))
 }
 
-/// The SHA-1 by which a script is called.
-fn script(name: &str) -> &'static str {
-    let line = include_str!("../lua/v1/CHECKSUMS").lines().find(|line| line.ends_with(&format!("  {name}.lua")));
-    line.and_then(|line| line.split(' ').next()).unwrap_or_else(|| panic!("no script {name}"))
-}
-
 /// The hold count of whoever holds the lock, 0 if nobody does.
 fn count(redis: &mut Connection, lock: &str) -> i64 {
     let fields: HashMap<String, i64> = cmd("HGETALL").arg(lock).query(redis).unwrap();
@@ -50,41 +43,8 @@ fn count(redis: &mut Connection, lock: &str) -> i64 {
     fields.into_values().next().unwrap_or(0)
 }
 
-/// As Redis tells it: -2 without a key, -1 without an expiry.
-fn pttl(redis: &mut Connection, lock: &str) -> i64 {
-    cmd("PTTL").arg(lock).query(redis).unwrap()
-}
-
 fn subscribed(redis: &mut Connection) -> bool {
     !cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(redis).unwrap().is_empty()
-}
-
-fn scripts(redis: &mut Connection) -> u64 {
-    let info: String = cmd("INFO").arg("commandstats").query(redis).unwrap();
-    let line = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
-    line.and_then(|line| line.split(',').next()).unwrap_or("0").parse().unwrap()
-}
-
-/// Notes when and how the lock is lost. On a thread of its own, which a busy runtime does not hold up.
-fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
-    let lost = guard.lost();
-    let (tell, told) = oneshot::channel();
-    let runtime = Builder::new_current_thread().enable_time().build().unwrap();
-    std::thread::spawn(move || {
-        let reason = runtime.block_on(lost);
-        // Who asked may have gone away.
-        let _ = tell.send((Instant::now(), reason));
-    });
-    told
-}
-
-/// Waits for the lock, and notes when it got it.
-fn rival(client: &LockClient, lock: &str) -> JoinHandle<(Instant, LockGuard)> {
-    let lock = client.lock(lock);
-    tokio::spawn(async move {
-        let guard = lock.lock().await.unwrap();
-        (Instant::now(), guard)
-    })
 }
 
 async fn served(rival: JoinHandle<(Instant, LockGuard)>) -> (Instant, LockGuard) {
@@ -240,7 +200,7 @@ async fn a_connection_that_is_closed_in_the_middle_of_a_reply_spoils_no_count() 
     // Before, within and right after the reply, which has 20 to 30 bytes.
     for bytes in [0, 1, 2, 3, 4, 6, 8, 11, 14, 17, 20, 23, usize::MAX] {
         let mut close_at = |what| {
-            proxy.next_reply_to(&[script(what), &name], Fate::CloseAt(bytes));
+            proxy.next_reply_to(&[sha1_of(what), &name], Fate::CloseAt(bytes));
             closed += 1;
         };
         Holder::scope(async {
@@ -277,7 +237,7 @@ async fn a_renewal_whose_reply_breaks_off_is_made_again() {
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
     for (closed, bytes) in [0, 5, 12, usize::MAX].into_iter().enumerate() {
-        proxy.next_reply_to(&[script("renew"), &name], Fate::CloseAt(bytes));
+        proxy.next_reply_to(&[sha1_of("renew"), &name], Fate::CloseAt(bytes));
         wait_until("the reply breaks off", SOON, || proxy.applied() == closed + 1);
     }
     assert!(!guard.is_lost());
@@ -393,7 +353,7 @@ async fn a_force_unlock_whose_reply_is_lost_does_not_say_that_nobody_had_the_loc
         let other = LockClient::connect(&server.url()).await.unwrap();
         let name = unique("stock");
         let guard = other.lock(&name).lock().await.unwrap();
-        proxy.next_reply_to(&[script("force_unlock"), &name], fate);
+        proxy.next_reply_to(&[sha1_of("force_unlock"), &name], fate);
         let freed = client.lock(&name).force_unlock().await;
         assert_eq!(proxy.applied(), 1);
         assert_eq!(count(&mut server.connection(), &name), 0);

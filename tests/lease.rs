@@ -6,13 +6,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use redisson_lock::{Error, Holder, LockClient, LockClientBuilder, LockGuard, LostReason};
+use redisson_lock::{Error, Holder, LockClient, LockClientBuilder, LostReason};
+use support::observe::{expired, pttl, rival, scripts, watch};
 use support::process::{self, Worker};
 use support::proxy::{Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until};
-use tokio::runtime::Builder;
-use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 /// Far more than any step takes.
@@ -24,48 +22,6 @@ fn ms(millis: u64) -> Duration {
 
 fn watchdog(millis: u64) -> LockClientBuilder {
     LockClient::builder().watchdog_timeout(ms(millis))
-}
-
-/// As Redis tells it: -2 without a key, -1 without an expiry.
-fn pttl(redis: &mut redis::Connection, lock: &str) -> i64 {
-    redis::cmd("PTTL").arg(lock).query(redis).unwrap()
-}
-
-/// A number from `INFO`; 0 where it is not told.
-fn info(redis: &mut redis::Connection, section: &str, prefix: &str) -> u64 {
-    let info: String = redis::cmd("INFO").arg(section).query(redis).unwrap();
-    let line = info.lines().find_map(|line| line.strip_prefix(prefix)).unwrap_or("0");
-    line.split(',').next().unwrap().parse().unwrap()
-}
-
-fn scripts(redis: &mut redis::Connection) -> u64 {
-    info(redis, "commandstats", "cmdstat_evalsha:calls=")
-}
-
-fn expired(redis: &mut redis::Connection) -> u64 {
-    info(redis, "stats", "expired_keys:")
-}
-
-/// Notes when and how the lock is lost. On a thread of its own, which a busy runtime does not hold up.
-fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
-    let lost = guard.lost();
-    let (tell, told) = oneshot::channel();
-    let runtime = Builder::new_current_thread().enable_time().build().unwrap();
-    std::thread::spawn(move || {
-        let reason = runtime.block_on(lost);
-        // Who asked may have gone away.
-        let _ = tell.send((Instant::now(), reason));
-    });
-    told
-}
-
-/// A rival that waits for the lock, and notes when it got it.
-fn rival(client: &LockClient, lock: &str) -> JoinHandle<(Instant, LockGuard)> {
-    let lock = client.lock(lock);
-    tokio::spawn(async move {
-        let guard = lock.lock().await.unwrap();
-        (Instant::now(), guard)
-    })
 }
 
 #[tokio::test(flavor = "multi_thread")]

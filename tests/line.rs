@@ -6,18 +6,13 @@ use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use redisson_lock::{Error, LockClient};
+use support::observe::scripts;
 use support::proxy::{Fate, Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until};
 use tokio::time::{sleep, timeout};
 
 fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
-}
-
-fn calls(redis: &mut redis::Connection) -> u64 {
-    let info: String = redis::cmd("INFO").arg("commandstats").query(redis).unwrap();
-    let line = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
-    line.and_then(|line| line.split(',').next()?.parse().ok()).unwrap_or(0)
 }
 
 /// an abandoned attempt of long ago ends without an answer: a healthy waiter, answered since, fails.
@@ -46,9 +41,9 @@ async fn a_waiter_whom_the_server_answers_is_not_told_that_it_answers_nobody() {
         async move { lock.lock().await.map(drop) }
     });
     sleep(ms(3000)).await; // B passes A by, and asks with answers every 100 ms
-    let before = calls(&mut redis);
+    let before = scripts(&mut redis);
     sleep(ms(500)).await;
-    assert!(calls(&mut redis) > before, "B asks and is answered");
+    assert!(scripts(&mut redis) > before, "B asks and is answered");
     assert!(!waiting.is_finished());
     drop(parked);
     sleep(ms(1000)).await;
@@ -141,12 +136,12 @@ async fn a_waiter_that_was_not_polled_asks_before_it_fails() {
     proxy.set(Way::Both, Flow::Pass);
     sleep(ms(3000)).await; // the server is back for long
     client.lock(unique("x")).lock().await.unwrap().unlock().await.unwrap();
-    let before = calls(&mut redis);
+    let before = scripts(&mut redis);
     let got = timeout(ms(5000), b).await.unwrap();
     assert!(
         got.is_ok(),
         "the server is back for 3 s, the lock is free, {} scripts were sent: {:?}",
-        calls(&mut redis) - before,
+        scripts(&mut redis) - before,
         got.err()
     );
 }

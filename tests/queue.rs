@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use redisson_lock::{Error, Holder, HolderExt, LockClient, Step};
+use support::observe::{channels, scripts};
 use support::proxy::{Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until};
 use tokio::time::timeout;
@@ -14,17 +15,6 @@ const LIMIT: Duration = Duration::from_secs(20);
 
 fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
-}
-
-/// How many calls of scripts this server has had.
-fn calls(redis: &mut redis::Connection) -> u64 {
-    let info: String = redis::cmd("INFO").arg("commandstats").query(redis).unwrap();
-    let line = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
-    line.and_then(|line| line.split(',').next()?.parse().ok()).unwrap_or(0)
-}
-
-fn channels(redis: &mut redis::Connection) -> usize {
-    redis::cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(redis).unwrap().len()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -36,7 +26,7 @@ async fn waiters_that_went_away_from_a_silent_server_leave_one_attempt_behind() 
     let lock = client.lock(unique("stock"));
     let other = LockClient::connect(&server.url()).await.unwrap();
     let guard = other.lock(lock.name().unwrap()).lock().await.unwrap();
-    let before = calls(&mut redis);
+    let before = scripts(&mut redis);
     proxy.set(Way::Requests, Flow::Hold);
     for _ in 0..100 {
         assert!(timeout(ms(5), lock.lock()).await.is_err());
@@ -44,7 +34,7 @@ async fn waiters_that_went_away_from_a_silent_server_leave_one_attempt_behind() 
     proxy.set(Way::Requests, Flow::Pass);
     // The next one in line comes after all of them, and has an answer of its own.
     assert!(matches!(lock.lock().wait(ms(1)).await, Err(Error::Contended { .. })));
-    let asked = calls(&mut redis) - before;
+    let asked = scripts(&mut redis) - before;
     assert!(asked <= 4, "{asked} scripts for one waiter and one that went away");
     guard.unlock().await.unwrap();
 }
@@ -104,10 +94,10 @@ async fn a_waiter_that_is_not_polled_while_it_asks_gives_way() {
         LockClient::builder().recheck_interval(ms(100)).command_timeout(ms(500)).connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
-    let before = calls(&mut redis);
+    let before = scripts(&mut redis);
     let mut parked = Box::pin(lock.lock());
     assert!((&mut parked).now_or_never().is_none());
-    wait_until("its question was answered", LIMIT, || calls(&mut redis) > before);
+    wait_until("its question was answered", LIMIT, || scripts(&mut redis) > before);
     guard.unlock().await.unwrap();
     let guard = timeout(LIMIT, lock.lock()).await.expect("a waiter that stands still blocks the line").unwrap();
     guard.unlock().await.unwrap();
@@ -199,17 +189,17 @@ async fn after_an_outage_the_waiters_do_not_storm() {
     }
     let waiters: Vec<_> = names.iter().map(|name| tokio::spawn(client.lock(name).lock())).collect();
     wait_until("they wait", LIMIT, || channels(&mut redis) == LOCKS);
-    let before = calls(&mut redis);
+    let before = scripts(&mut redis);
     tokio::time::sleep(2 * second).await;
-    let usual = (calls(&mut redis) - before) / 2;
+    let usual = (scripts(&mut redis) - before) / 2;
     server.stop();
     tokio::time::sleep(4 * second).await;
     server.restart();
     let mut redis = server.connection();
-    let (mut last, mut most) = (calls(&mut redis), 0);
+    let (mut last, mut most) = (scripts(&mut redis), 0);
     for _ in 0..4 {
         tokio::time::sleep(second).await;
-        let now = calls(&mut redis);
+        let now = scripts(&mut redis);
         most = most.max(now - last);
         last = now;
     }

@@ -5,19 +5,13 @@ mod support;
 use std::time::{Duration, Instant};
 
 use redisson_lock::{Error, Holder, LockClient};
+use support::observe::{exists, pttl};
 use support::proxy::{Fate, Flow, Proxy, Way};
 use support::server::{Server, unique};
 use tokio::time::{sleep, timeout};
 
 fn ms(m: u64) -> Duration {
     Duration::from_millis(m)
-}
-
-fn exists(redis: &mut redis::Connection, lock: &str) -> bool {
-    redis::cmd("EXISTS").arg(lock).query(redis).unwrap()
-}
-fn pttl(redis: &mut redis::Connection, lock: &str) -> i64 {
-    redis::cmd("PTTL").arg(lock).query(redis).unwrap()
 }
 
 /// the record is found stale (key deleted), the acquire that follows stays without a reply: "the background gives it back".

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use futures::{FutureExt, poll};
 use redisson_lock::{Error, Holder, HolderExt, LockClient, LostReason, Step};
+use support::observe::{channels, pttl};
 use support::proxy::{Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until};
 use tokio::runtime::{Builder, Runtime};
@@ -24,14 +25,6 @@ fn ms(millis: u64) -> Duration {
 fn connections(redis: &mut redis::Connection) -> usize {
     let list: String = redis::cmd("CLIENT").arg("LIST").query(redis).unwrap();
     list.lines().count() - 1
-}
-
-fn channels(redis: &mut redis::Connection) -> usize {
-    redis::cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(redis).unwrap().len()
-}
-
-fn pttl(redis: &mut redis::Connection, lock: &str) -> i64 {
-    redis::cmd("PTTL").arg(lock).query(redis).unwrap()
 }
 
 /// A runtime of its own, so that its tasks can be counted.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use futures::poll;
 use rand::Rng;
 use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard};
+use support::observe::{channels, scripts, subscribers};
 use support::server::{Server, unique, wait_until};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
@@ -32,20 +33,6 @@ fn commandstat(redis: &mut redis::Connection, command: &str, field: &str) -> u64
     let line = info.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:")));
     let number = line.and_then(|line| line.split(',').find_map(|pair| pair.strip_prefix(&format!("{field}="))));
     number.map_or(0, |number| number.parse().unwrap())
-}
-
-/// How many scripts have been run.
-fn scripts(redis: &mut redis::Connection) -> u64 {
-    commandstat(redis, "evalsha", "calls")
-}
-
-fn channels(redis: &mut redis::Connection) -> usize {
-    redis::cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(redis).unwrap().len()
-}
-
-fn subscribers(redis: &mut redis::Connection, lock: &str) -> u64 {
-    let channel = format!("redisson_lock__channel:{{{lock}}}");
-    redis::cmd("PUBSUB").arg("NUMSUB").arg(&channel).query::<(String, u64)>(redis).unwrap().1
 }
 
 fn connections(redis: &mut redis::Connection, kind: &str) -> usize {

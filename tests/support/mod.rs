@@ -1,6 +1,7 @@
 //! What the tests share: real servers, and the peers that use them.
 
 pub mod java;
+pub mod observe;
 pub mod process;
 pub mod proxy;
 pub mod server;

@@ -1,0 +1,90 @@
+//! What an independent connection sees of a lock and of its server, and what a guard's holder hears.
+
+// Every test binary includes this module and uses a part of it.
+#![allow(dead_code)]
+
+use std::collections::HashMap;
+use std::time::Instant;
+
+use redis::{Connection, cmd};
+use redisson_lock::{LockClient, LockGuard, LostReason};
+use tokio::runtime::Builder;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+/// Who holds the lock: owner fields and hold counts.
+pub fn owners(redis: &mut Connection, lock: &str) -> HashMap<String, i64> {
+    cmd("HGETALL").arg(lock).query(redis).unwrap()
+}
+
+pub fn exists(redis: &mut Connection, lock: &str) -> bool {
+    cmd("EXISTS").arg(lock).query(redis).unwrap()
+}
+
+/// As Redis tells it: -2 without a key, -1 without an expiry.
+pub fn pttl(redis: &mut Connection, lock: &str) -> i64 {
+    cmd("PTTL").arg(lock).query(redis).unwrap()
+}
+
+/// How many channels are subscribed.
+pub fn channels(redis: &mut Connection) -> usize {
+    cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(redis).unwrap().len()
+}
+
+/// How many connections listen for the lock.
+pub fn subscribers(redis: &mut Connection, lock: &str) -> usize {
+    let channel = format!("redisson_lock__channel:{{{lock}}}");
+    cmd("PUBSUB").arg("NUMSUB").arg(channel).query::<(String, usize)>(redis).unwrap().1
+}
+
+/// Connections to the server, the one that asks among them.
+pub fn connections(redis: &mut Connection) -> usize {
+    cmd("CLIENT").arg("LIST").query::<String>(redis).unwrap().lines().count()
+}
+
+/// A number from `INFO`: the field of the line that begins so. 0 where it is not told.
+pub fn info(redis: &mut Connection, section: &str, prefix: &str, field: &str) -> u64 {
+    let info: String = cmd("INFO").arg(section).query(redis).unwrap();
+    let line = info.lines().find_map(|line| line.strip_prefix(prefix)).unwrap_or_default();
+    let number = line.split(',').find_map(|pair| pair.strip_prefix(field)).unwrap_or("0");
+    number.trim().parse().unwrap()
+}
+
+/// How many scripts have been run.
+pub fn scripts(redis: &mut Connection) -> u64 {
+    info(redis, "commandstats", "cmdstat_evalsha:", "calls=")
+}
+
+/// How many keys have been removed by their expiry.
+pub fn expired(redis: &mut Connection) -> u64 {
+    info(redis, "stats", "expired_keys:", "")
+}
+
+/// The SHA-1 by which a script is called.
+pub fn sha1_of(script: &str) -> &'static str {
+    let mut lines = include_str!("../../lua/v1/CHECKSUMS").lines();
+    let line = lines.find(|line| line.ends_with(&format!("  {script}.lua")));
+    line.and_then(|line| line.split(' ').next()).unwrap_or_else(|| panic!("no script {script}"))
+}
+
+/// Notes when and how the lock is lost. On a thread of its own, which a busy runtime does not hold up.
+pub fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
+    let lost = guard.lost();
+    let (tell, told) = oneshot::channel();
+    let runtime = Builder::new_current_thread().enable_time().build().unwrap();
+    std::thread::spawn(move || {
+        let reason = runtime.block_on(lost);
+        // Who asked may have gone away.
+        let _ = tell.send((Instant::now(), reason));
+    });
+    told
+}
+
+/// Waits for the lock, and notes when it got it.
+pub fn rival(client: &LockClient, lock: &str) -> JoinHandle<(Instant, LockGuard)> {
+    let lock = client.lock(lock);
+    tokio::spawn(async move {
+        let guard = lock.lock().await.unwrap();
+        (Instant::now(), guard)
+    })
+}
