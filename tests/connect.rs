@@ -2,10 +2,15 @@
 
 mod support;
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use redisson_lock::{Error, LockClient};
+use support::proxy::{Fate, Proxy};
 use support::server::{Server, unique, wait_until};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, copy};
+use tokio::net::{TcpListener, TcpStream};
 
 /// `redis://host/99`: the server answers `ERR DB index is out of range`. That is a refusal (Error::Server, "the
 /// server's words"), not "the server cannot be reached, and nothing was sent".
@@ -52,4 +57,65 @@ async fn a_cluster_is_refused_rather_than_half_supported() {
     let error = LockClient::connect(&server.url()).await.unwrap_err();
     assert!(matches!(error, Error::InvalidConfig { setting: "url", .. }), "{error:?}");
     assert!(error.to_string().contains("cluster"), "{error}");
+}
+
+/// Valkey 8 and 9 name the mode `server_mode`. Redis is made to speak so.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_of_valkey_is_refused() {
+    let server = Server::builder().arg("--cluster-enabled", "yes").start();
+    assert!(LockClient::connect(&server.url()).await.is_err(), "as Redis names it");
+    let (url, spoken) = as_valkey(server.port()).await;
+    let told = LockClient::connect(&url).await;
+    assert!(spoken.load(Ordering::Acquire), "the client did not ask, or was told otherwise: {told:?}");
+    assert!(
+        matches!(told, Err(Error::InvalidConfig { .. })),
+        "connected to a cluster: {told:?}; a lock there: {:?}",
+        told.as_ref().unwrap().lock("a").lock().await
+    );
+}
+
+/// A way to the server on which it names its mode as Valkey does, and whether it has done so.
+async fn as_valkey(server: u16) -> (String, Arc<AtomicBool>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("redis://{}", listener.local_addr().unwrap());
+    let spoken = Arc::new(AtomicBool::new(false));
+    let speaks = Arc::clone(&spoken);
+    tokio::spawn(async move {
+        while let Ok((mut client, _)) = listener.accept().await {
+            let spoken = Arc::clone(&speaks);
+            tokio::spawn(async move {
+                let mut server = TcpStream::connect(("127.0.0.1", server)).await.unwrap();
+                let (mut from_client, mut to_client) = client.split();
+                let (mut from_server, mut to_server) = server.split();
+                let replies = async {
+                    let mut buffer = vec![0; 65_536];
+                    while let Ok(length @ 1..) = from_server.read(&mut buffer).await {
+                        // Of the same length: one letter less in a line that nobody reads.
+                        let reply = String::from_utf8_lossy(&buffer[..length])
+                            .replace("redis_mode:cluster", "server_mode:cluster")
+                            .replace("redis_git_dirty:", "redis_git_dirt:");
+                        spoken.fetch_or(reply.contains("server_mode:cluster"), Ordering::AcqRel);
+                        if to_client.write_all(reply.as_bytes()).await.is_err() {
+                            return;
+                        }
+                    }
+                };
+                // However it ends: the client has gone.
+                let _ = tokio::join!(copy(&mut from_client, &mut to_server), replies);
+            });
+        }
+    });
+    (url, spoken)
+}
+
+/// Connecting has many steps, and the limit is for all of them: the reply that is lost is to the loading of a script.
+#[tokio::test(flavor = "multi_thread")]
+async fn connecting_takes_no_longer_than_its_timeout() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    proxy.next_reply_to(&["SCRIPT", "LOAD"], Fate::Swallow);
+    let began = Instant::now();
+    let told = LockClient::builder().connect_timeout(Duration::from_millis(500)).connect(&proxy.url()).await;
+    assert_eq!(proxy.applied(), 1);
+    assert!(began.elapsed() < Duration::from_millis(1_500), "{:?} instead of 500 ms: {told:?}", began.elapsed());
 }

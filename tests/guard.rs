@@ -386,12 +386,28 @@ async fn an_unlock_after_a_loss_frees_the_lock_of_an_adopted_holder() {
     // A twentieth of the lease before the server's expiry.
     assert_eq!(why_lost(&first).await, LostReason::Expired);
     let second = bench.lock.lock().with_holder(holder).await.unwrap();
-    // The lost hold is cleaned up when its lease is over.
     // The lost hold would be cleaned up when its lease is over.
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_lost(first.unlock().await, LostReason::Expired);
     second.unlock().await.unwrap();
     bench.wait_until_free();
+}
+
+/// The same within the margin, and with a lease that would hide for a while that the lock was not given back.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_unlock_frees_for_a_holder_that_lost_and_locked_again_at_once() {
+    let mut bench = Bench::with(LockClient::builder().watchdog_timeout(LIMIT)).await;
+    let lock = bench.lock.clone();
+    async {
+        let first = lock.lock().lease(Duration::from_secs(4)).await.unwrap();
+        // 200 ms before the key expires.
+        first.lost().await;
+        assert_lost(first.unlock().await, LostReason::Expired);
+        lock.lock().lease(Duration::from_secs(5)).await.unwrap().unlock().await.unwrap();
+    }
+    .with_holder(Holder::from_thread_id(7).unwrap())
+    .await;
+    wait_until("the only guard was unlocked, and the lock is free", Duration::from_secs(1), || bench.count() == 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
