@@ -115,7 +115,8 @@ async fn connecting_takes_no_longer_than_its_timeout() {
     let proxy = Proxy::start(&server).await;
     proxy.next_reply_to(&["SCRIPT", "LOAD"], Fate::Swallow);
     let began = Instant::now();
-    let told = LockClient::builder().connect_timeout(Duration::from_millis(500)).connect(&proxy.url()).await;
+    let builder = LockClient::builder().command_timeout(Duration::from_secs(60));
+    let told = builder.connect_timeout(Duration::from_millis(500)).connect(&proxy.url()).await;
     assert_eq!(proxy.applied(), 1);
-    assert!(began.elapsed() < Duration::from_millis(1_500), "{:?} instead of 500 ms: {told:?}", began.elapsed());
+    assert!(began.elapsed() < Duration::from_secs(5), "{:?} instead of 500 ms: {told:?}", began.elapsed());
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use futures::FutureExt;
 use redisson_lock::{Error, Holder, HolderExt, LockClient, Step};
-use support::observe::{channels, scripts};
+use support::observe::{channels, poll_to_sleep, scripts, subscribers};
 use support::proxy::{Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until};
 use tokio::time::timeout;
@@ -65,19 +65,9 @@ async fn a_waiter_that_is_not_polled_while_it_sleeps_gives_way() {
     let client = LockClient::builder().recheck_interval(ms(100)).connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
-    let mut parked = Box::pin(lock.lock());
-    let channel = format!("redisson_lock__channel:{{{}}}", lock.name().unwrap());
-    let asleep = Instant::now();
-    loop {
-        assert!((&mut parked).now_or_never().is_none());
-        let listeners: (String, u64) =
-            redis::cmd("PUBSUB").arg("NUMSUB").arg(&channel).query(&mut redis).expect("NUMSUB");
-        if listeners.1 == 1 {
-            break;
-        }
-        assert!(asleep.elapsed() < LIMIT, "the waiter never slept");
-        tokio::time::sleep(ms(5)).await;
-    }
+    let mut parked = [lock.lock()];
+    poll_to_sleep(&mut redis, &lock.name().unwrap(), &mut parked).await;
+    let [parked] = parked;
     guard.unlock().await.unwrap();
     // From here on nobody polls `parked`.
     let guard = timeout(LIMIT, lock.lock()).await.expect("a waiter that stands still blocks the line").unwrap();
@@ -209,6 +199,31 @@ async fn after_an_outage_the_waiters_do_not_storm() {
     assert!(most < 6 * usual, "{most} questions in a second, usually {usual}");
 }
 
+/// The one before has a lease of its own and overruns it: nobody unlocks, and no message comes when the key is gone.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_in_line_sleeps_no_longer_than_the_lease_of_the_one_before() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::builder().recheck_interval(LIMIT).connect(&server.url()).await.unwrap();
+    let other = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let name = lock.name().unwrap();
+    let guard = other.lock(&name).lock().await.unwrap();
+    let before = tokio::spawn(lock.lock().lease(ms(500)));
+    wait_until("it waits", LIMIT, || subscribers(&mut redis, &name) == 1);
+    let mut next = lock.lock();
+    assert!(futures::poll!(&mut next).is_pending());
+    let next = tokio::spawn(next);
+    guard.unlock().await.unwrap();
+    let before = before.await.unwrap().unwrap();
+    let began = Instant::now();
+    let got = timeout(ms(4_000), next).await;
+    let locked = lock.is_locked().await.unwrap();
+    drop(before);
+    let slept = began.elapsed();
+    assert!(got.is_ok(), "{slept:?} after a lease of 500 ms began the waiter still sleeps; locked: {locked}");
+}
+
 /// A holder's re-entry is kept and not polled, and its guard is dropped: nobody has the lock, and a renewal for the sake
 /// of the re-entry would keep all others out for ever.
 #[tokio::test(flavor = "multi_thread")]
@@ -236,6 +251,26 @@ async fn a_dropped_guard_is_not_renewed_for_ever_behind_a_reentry_that_is_not_po
     let got = timeout(LIMIT, rival.lock(lock.name().unwrap()).lock()).await;
     assert!(got.is_ok(), "still taken after {LIMIT:?}, with a lease of 0.9 s and no guard");
     drop(parked);
+}
+
+/// Ten that are not polled stand in front of one that is. If each of them cost it two intervals, that were ten seconds.
+#[tokio::test(flavor = "multi_thread")]
+async fn many_that_are_not_polled_give_way_within_two_intervals() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::builder().recheck_interval(ms(500)).connect(&server.url()).await.unwrap();
+    let other = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let name = lock.name().unwrap();
+    let guard = other.lock(&name).lock().await.unwrap();
+    let mut parked: Vec<_> = (0..10).map(|_| lock.lock()).collect();
+    poll_to_sleep(&mut redis, &name, &mut parked).await;
+    guard.unlock().await.unwrap();
+    let began = Instant::now();
+    let got = timeout(LIMIT, lock.lock()).await.expect("nobody gets in").unwrap();
+    let free = began.elapsed();
+    assert!(free < ms(2_000), "the lock was free for {free:?}; two intervals are 1 s");
+    got.unlock().await.unwrap();
 }
 
 /// Many that are not polled are in front, at different stages. Each newcomer passes them once, not again and again.

@@ -4,13 +4,15 @@
 #![allow(dead_code)]
 
 use std::collections::HashMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use futures::poll;
 use redis::{Connection, cmd};
 use redisson_lock::{LockClient, LockGuard, LostReason};
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
+use tokio::time::sleep;
 
 /// Who holds the lock: owner fields and hold counts.
 pub fn owners(redis: &mut Connection, lock: &str) -> HashMap<String, i64> {
@@ -78,6 +80,18 @@ pub fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
         let _ = tell.send((Instant::now(), reason));
     });
     told
+}
+
+/// Polls the waiters until one of them sleeps, listening for the lock; then it leaves them alone.
+pub async fn poll_to_sleep<W: Future + Unpin>(redis: &mut Connection, lock: &str, waiters: &mut [W]) {
+    let begun = Instant::now();
+    while subscribers(redis, lock) == 0 {
+        assert!(begun.elapsed() < Duration::from_secs(10), "nobody ever slept");
+        for waiter in &mut *waiters {
+            assert!(poll!(waiter).is_pending());
+        }
+        sleep(Duration::from_millis(5)).await;
+    }
 }
 
 /// Waits for the lock, and notes when it got it.
