@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::future::ready;
 use std::time::Duration;
 
 use redisson_lock::{Error, Holder, HolderExt, LockClient};
@@ -51,7 +52,7 @@ fn an_error_of_another_call_is_not_proved_by_the_reply_to_a_third() {
         let lock = client.lock(unique("stock"));
         let refused = tokio::spawn(async move { lock.try_lock().await.map(drop) });
         wait_until_async("it is refused", SOON, || {
-            std::future::ready(info(&mut redis, "errorstats", "errorstat_NOPERM:", "count=") == 1)
+            ready(info(&mut redis, "errorstats", "errorstat_NOPERM:", "count=") == 1)
         })
         .await;
         // The refusal waits in the proxy. Let go, it reaches the acquire, which sends its PING; the third call comes
@@ -171,5 +172,6 @@ async fn one_unlock_frees_after_a_refused(release: Release) {
     }
     .with_holder(Holder::from_thread_id(7).unwrap())
     .await;
-    wait_until("no guard is left, and nothing on the server", ms(1_000), || !exists(&mut redis, &name));
+    wait_until_async("no guard is left, and nothing on the server", ms(1_000), || ready(!exists(&mut redis, &name)))
+        .await;
 }
