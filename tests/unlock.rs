@@ -1,13 +1,19 @@
-//! `ReentrantLock::unlock` takes what no guard stands for, and nothing else.
+//! `ReentrantLock::unlock` takes what no guard stands for (holds that were forgotten, or that another client left), and
+//! nothing else.
 
 mod support;
 
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
 use futures::FutureExt;
-use redisson_lock::{ClientId, Error, Holder, HolderExt, LockClient};
-use support::server::{Server, unique};
+use redis::cmd;
+use redisson_lock::{ClientId, Error, Holder, HolderExt, LockClient, LostReason};
+use support::bench::{BRIEF, Bench, LIMIT, assert_lost, assert_not_held, why_lost};
+use support::server::{Server, unique, wait_until};
 
 fn count(redis: &mut redis::Connection, lock: &str) -> i64 {
-    let counts: Vec<i64> = redis::cmd("HVALS").arg(lock).query(redis).unwrap();
+    let counts: Vec<i64> = cmd("HVALS").arg(lock).query(redis).unwrap();
     counts.iter().sum()
 }
 
@@ -18,8 +24,8 @@ async fn unlocks_at_once_leave_the_guards_hold_alone() {
     let name = unique("stock");
     let id = ClientId::random();
     let mut redis = server.connection();
-    let () = redis::cmd("HSET").arg(&name).arg(format!("{id}:7")).arg(1).query(&mut redis).unwrap();
-    let () = redis::cmd("PEXPIRE").arg(&name).arg(30_000).query(&mut redis).unwrap();
+    let () = cmd("HSET").arg(&name).arg(format!("{id}:7")).arg(1).query(&mut redis).unwrap();
+    let () = cmd("PEXPIRE").arg(&name).arg(30_000).query(&mut redis).unwrap();
     let client = LockClient::builder().client_id(id).connect(&server.url()).await.unwrap();
     let rival = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(&name);
@@ -47,8 +53,8 @@ async fn an_unlock_that_is_asked_again_after_a_timeout_leaves_the_guards_hold_al
     let name = unique("stock");
     let id = ClientId::random();
     let mut redis = server.connection();
-    let () = redis::cmd("HSET").arg(&name).arg(format!("{id}:7")).arg(1).query(&mut redis).unwrap();
-    let () = redis::cmd("PEXPIRE").arg(&name).arg(30_000).query(&mut redis).unwrap();
+    let () = cmd("HSET").arg(&name).arg(format!("{id}:7")).arg(1).query(&mut redis).unwrap();
+    let () = cmd("PEXPIRE").arg(&name).arg(30_000).query(&mut redis).unwrap();
     let client = LockClient::builder().client_id(id).connect(&server.url()).await.unwrap();
     let rival = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(&name);
@@ -100,4 +106,235 @@ async fn as_many_unlocks_at_once_as_forgotten_holds_free_the_lock() {
         assert_eq!(count(&mut redis, &name), 0);
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_forgotten_hold_stays_until_the_lock_is_unlocked_in_its_scope() {
+    let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
+    let holder = Holder::new();
+    bench.lock.lock().with_holder(holder).await.unwrap().forget();
+    let begun = Instant::now();
+    wait_until("the lease would be over", LIMIT, || {
+        assert_eq!(bench.count(), 1, "it is not renewed");
+        begun.elapsed() > 2 * BRIEF
+    });
+    assert_not_held(bench.lock.unlock().await);
+    assert_not_held(bench.lock.unlock().with_holder(Holder::new()).await);
+    assert_eq!(bench.count(), 1);
+    bench.lock.unlock().with_holder(holder).await.unwrap();
+    assert_eq!(bench.count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn forgotten_holds_are_unlocked_one_by_one_and_not_once_more() {
+    let mut bench = Bench::new().await;
+    let lock = bench.lock.clone();
+    Holder::scope(async {
+        lock.lock().await.unwrap().forget();
+        lock.lock().lease(LIMIT).await.unwrap().forget();
+        let guard = lock.lock().await.unwrap();
+        assert_eq!(bench.count(), 3);
+        lock.unlock().await.unwrap();
+        assert_eq!(bench.count(), 2);
+        lock.unlock().await.unwrap();
+        assert_eq!(bench.count(), 1);
+        assert_not_held(lock.unlock().await);
+        assert_eq!(bench.count(), 1, "the guard's hold is the guard's");
+        guard.unlock().await.unwrap();
+        assert_eq!(bench.count(), 0);
+        assert_not_held(lock.unlock().await);
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn unlocking_without_a_hold_to_give_back_is_refused_before_anything_is_sent() {
+    let mut bench = Bench::new().await;
+    let holder = Holder::new();
+    let guard = bench.lock.lock().with_holder(holder).await.unwrap();
+    let before = (bench.scripts(), bench.fields());
+    for _ in 0..3 {
+        assert_not_held(bench.lock.unlock().await);
+        assert_not_held(bench.lock.unlock().with_holder(holder).await);
+        assert_not_held(bench.lock.unlock().with_holder(Holder::new()).await);
+        assert_not_held(bench.client.lock(unique("guard")).unlock().with_holder(holder).await);
+    }
+    assert_eq!((bench.scripts(), bench.fields()), before);
+    assert!(!guard.is_lost());
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_forgotten_hold_that_was_lost_is_told_by_its_unlock() {
+    let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
+    let lock = bench.lock.clone();
+    let holder = Holder::new();
+
+    // Found by the unlock itself.
+    lock.lock().lease(LIMIT).with_holder(holder).await.unwrap().forget();
+    bench.delete();
+    assert_lost(lock.unlock().with_holder(holder).await, LostReason::Gone);
+
+    // Force-unlocked by this client.
+    lock.lock().lease(LIMIT).with_holder(holder).await.unwrap().forget();
+    assert!(lock.force_unlock().await.unwrap());
+    assert_lost(lock.unlock().with_holder(holder).await, LostReason::ForceUnlocked);
+
+    // Found by a renewal.
+    let guard = lock.lock().with_holder(holder).await.unwrap();
+    let lost = guard.lost();
+    guard.forget();
+    bench.delete();
+    assert_eq!(tokio::time::timeout(LIMIT, lost).await.expect("a renewal finds out"), LostReason::Gone);
+    assert_lost(lock.unlock().with_holder(holder).await, LostReason::Gone);
+    assert_eq!(bench.count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_forgotten_hold_that_ran_out_is_told_by_its_unlock() {
+    let mut bench = Bench::new().await;
+    let holder = Holder::new();
+    bench.lock.lock().lease(Duration::from_millis(200)).with_holder(holder).await.unwrap().forget();
+    bench.wait_until_free();
+    assert_lost(bench.lock.unlock().with_holder(holder).await, LostReason::Expired);
+    // After that there is nothing more to tell, and the next lock is a new one.
+    bench.lock.lock().with_holder(holder).await.unwrap().unlock().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_forgotten_hold_that_was_lost_is_remembered_while_its_holder_locks_again() {
+    let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
+    let lock = bench.lock.clone();
+    let holder = Holder::new();
+    let mut lose_one = async || {
+        let guard = lock.lock().with_holder(holder).await.unwrap();
+        let lost = guard.lost();
+        guard.forget();
+        bench.delete();
+        assert_eq!(tokio::time::timeout(LIMIT, lost).await.expect("a renewal finds out"), LostReason::Gone);
+    };
+    lose_one().await;
+    // Another possession, of a guard: it is not touched, and what was lost is told.
+    let guard = lock.lock().with_holder(holder).await.unwrap();
+    assert_lost(lock.unlock().with_holder(holder).await, LostReason::Gone);
+    assert_not_held(lock.unlock().with_holder(holder).await);
+    assert!(!guard.is_lost());
+    guard.unlock().await.unwrap();
+
+    // One that is there is given back first, so that nothing stays behind.
+    lose_one().await;
+    lock.lock().with_holder(holder).await.unwrap().forget();
+    lock.unlock().with_holder(holder).await.unwrap();
+    assert_eq!(bench.count(), 0);
+    assert_lost(lock.unlock().with_holder(holder).await, LostReason::Gone);
+    assert_not_held(lock.unlock().with_holder(holder).await);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
+    let mut bench = Bench::new().await;
+    let lock = bench.lock.clone();
+    let holder = Holder::from_thread_id(52).unwrap();
+    lock.lock().with_holder(holder).await.unwrap().forget();
+    lock.lock().with_holder(holder).await.unwrap().forget();
+    bench.client.shutdown().await.unwrap();
+    assert_eq!(bench.count(), 2, "a shutdown leaves what it cannot prove to be over");
+
+    let id = bench.client.client_id();
+    let heir = LockClient::builder().client_id(id).connect(&bench.server.url()).await.unwrap();
+    assert_eq!(heir.client_id(), id);
+    let lock = heir.lock(&bench.name);
+    assert_not_held(lock.unlock().await);
+    assert_not_held(lock.unlock().with_holder(Holder::from_thread_id(53).unwrap()).await);
+    assert!(lock.try_lock().await.unwrap().is_none(), "outside the scope it is somebody else's");
+    async {
+        assert_eq!(lock.hold_count().await.unwrap(), 2);
+        let guard = lock.lock().await.unwrap();
+        assert_eq!(bench.fields(), HashMap::from([(format!("{id}:52"), 3)]));
+        guard.unlock().await.unwrap();
+        assert_eq!(bench.count(), 2);
+        lock.unlock().await.unwrap();
+        assert_eq!(bench.count(), 1);
+        assert!(bench.pttl() > 15_000, "what is left gets the lease again");
+        lock.run(async { assert_eq!(lock.hold_count().await.unwrap(), 2) }).await.unwrap();
+        assert_eq!(bench.count(), 1);
+        lock.unlock().await.unwrap();
+        assert_eq!(bench.count(), 0);
+        assert_not_held(lock.unlock().await);
+    }
+    .with_holder(holder)
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guard_over_inherited_holds_never_takes_what_it_did_not_bring() {
+    let mut bench = Bench::new().await;
+    let id = ClientId::random();
+    let heir = LockClient::builder().client_id(id).watchdog_timeout(BRIEF).connect(&bench.server.url()).await.unwrap();
+    let lock = heir.lock(&bench.name);
+    let holder = Holder::from_thread_id(52).unwrap();
+    let inherit = |bench: &mut Bench, count: i64| {
+        bench.delete();
+        cmd("HSET").arg(&bench.name).arg(format!("{id}:52")).arg(count).exec(&mut bench.observer).unwrap();
+        cmd("PEXPIRE").arg(&bench.name).arg(30_000).exec(&mut bench.observer).unwrap();
+    };
+
+    // Dropped, one after the other and the older one first.
+    inherit(&mut bench, 2);
+    let one = lock.lock().with_holder(holder).await.unwrap();
+    let two = lock.lock().lease(LIMIT).with_holder(holder).await.unwrap();
+    assert_eq!(bench.count(), 4);
+    drop(one);
+    wait_until("one is released", LIMIT, || bench.count() == 3);
+    drop(two);
+    wait_until("both are released", LIMIT, || bench.count() == 2);
+
+    // An inherited hold is given back under a living guard.
+    let guard = lock.lock().with_holder(holder).await.unwrap();
+    assert_eq!(bench.count(), 3);
+    lock.unlock().with_holder(holder).await.unwrap();
+    assert_eq!(bench.count(), 2);
+    assert!(!guard.is_lost());
+    lock.unlock().with_holder(holder).await.unwrap();
+    assert_eq!(bench.count(), 1);
+    assert_not_held(lock.unlock().with_holder(holder).await);
+    assert_eq!(bench.count(), 1, "what is left is the guard's");
+    guard.unlock().await.unwrap();
+    assert_eq!(bench.count(), 0);
+
+    // The guard is lost; what the holder inherits after that is not its affair.
+    inherit(&mut bench, 1);
+    let guard = lock.lock().with_holder(holder).await.unwrap();
+    bench.delete();
+    assert_eq!(why_lost(&guard).await, LostReason::Gone);
+    inherit(&mut bench, 1);
+    assert_lost(guard.unlock().await, LostReason::Gone);
+    // The order of the holder's operations makes sure that a give-back of the lost guard would be over.
+    lock.lock().with_holder(holder).await.unwrap().unlock().await.unwrap();
+    assert_eq!(bench.count(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn forgotten_holds_that_are_unlocked_at_once_are_each_given_back() {
+    const HOLDS: usize = 8;
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("forgotten"));
+    Holder::scope(async {
+        for _ in 0..HOLDS {
+            lock.lock().await.unwrap().forget();
+        }
+        let unlocks: Vec<_> = (0..HOLDS)
+            .map(|_| {
+                let lock = lock.clone();
+                tokio::spawn(async move { lock.unlock().await }.in_current_holder())
+            })
+            .collect();
+        for unlock in unlocks {
+            unlock.await.unwrap().unwrap();
+        }
+        assert!(matches!(lock.unlock().await, Err(Error::NotHeld { .. })));
+    })
+    .await;
+    assert!(!lock.is_locked().await.unwrap());
 }

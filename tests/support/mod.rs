@@ -1,5 +1,6 @@
 //! What the tests share: real servers, and the peers that use them.
 
+pub mod bench;
 pub mod java;
 pub mod observe;
 pub mod process;

@@ -1,0 +1,101 @@
+//! One lock on a server of its own, and what a test does to it and asks of its guards.
+
+// Every test binary includes this module and uses a part of it.
+#![allow(dead_code)]
+
+use std::collections::HashMap;
+use std::fmt::Debug;
+use std::time::Duration;
+
+use redis::{Connection, cmd};
+use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LostReason, ReentrantLock};
+
+use super::observe;
+use super::server::{Server, unique, wait_until};
+
+/// How long anything may take that needs no lease to run out; far below the leases that the tests leave alone.
+pub const LIMIT: Duration = Duration::from_secs(10);
+
+/// The lease of locks that are to be renewed, or to run out, while a test looks on.
+pub const BRIEF: Duration = Duration::from_millis(900);
+
+/// The owner for whom [`Bench::steal`] takes the lock.
+pub const THIEF: &str = "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:52";
+
+/// A server, a client with one lock, and an independent connection that sees what is there.
+pub struct Bench {
+    pub server: Server,
+    pub client: LockClient,
+    pub lock: ReentrantLock,
+    pub observer: Connection,
+    pub name: String,
+}
+
+impl Bench {
+    pub async fn new() -> Self {
+        Self::with(LockClient::builder()).await
+    }
+
+    pub async fn with(builder: LockClientBuilder) -> Self {
+        let server = Server::start();
+        let client = builder.connect(&server.url()).await.unwrap();
+        let name = unique("guard");
+        Self { lock: client.lock(&name), observer: server.connection(), server, client, name }
+    }
+
+    pub fn fields(&mut self) -> HashMap<String, i64> {
+        observe::owners(&mut self.observer, &self.name)
+    }
+
+    /// The hold count of whoever holds the lock, 0 if nobody does.
+    pub fn count(&mut self) -> i64 {
+        let fields = self.fields();
+        assert!(fields.len() < 2, "two owners: {fields:?}");
+        fields.values().copied().next().unwrap_or(0)
+    }
+
+    pub fn pttl(&mut self) -> i64 {
+        observe::pttl(&mut self.observer, &self.name)
+    }
+
+    pub fn wait_until_free(&mut self) {
+        wait_until("the lock is free", LIMIT, || self.pttl() == -2);
+    }
+
+    pub fn delete(&mut self) {
+        cmd("DEL").arg(&self.name).exec(&mut self.observer).unwrap();
+    }
+
+    /// Takes the lock away for another owner.
+    pub fn steal(&mut self) {
+        self.delete();
+        cmd("HSET").arg(&self.name).arg(THIEF).arg(1).exec(&mut self.observer).unwrap();
+        cmd("PEXPIRE").arg(&self.name).arg(30_000).exec(&mut self.observer).unwrap();
+    }
+
+    #[track_caller]
+    pub fn assert_the_thief_keeps_it(&mut self) {
+        assert_eq!(self.fields(), HashMap::from([(THIEF.to_owned(), 1)]));
+    }
+
+    pub fn scripts(&mut self) -> u64 {
+        observe::scripts(&mut self.observer)
+    }
+}
+
+#[track_caller]
+pub fn assert_lost<T: Debug>(answer: Result<T, Error>, expected: LostReason) {
+    match answer {
+        Err(Error::Lost { reason, .. }) => assert_eq!(reason, expected),
+        other => panic!("not lost: {other:?}"),
+    }
+}
+
+#[track_caller]
+pub fn assert_not_held(answer: Result<(), Error>) {
+    assert!(matches!(&answer, Err(Error::NotHeld { .. })), "{answer:?}");
+}
+
+pub async fn why_lost(guard: &LockGuard) -> LostReason {
+    tokio::time::timeout(LIMIT, guard.lost()).await.expect("the loss is told")
+}
