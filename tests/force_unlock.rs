@@ -79,15 +79,19 @@ async fn whoever_a_force_unlock_took_the_lock_from_in_its_own_client_hears_of_it
 /// The repeat finds the lock free. That is no reason to tell the operator that nothing was held.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_force_unlock_that_freed_a_lock_says_so_also_when_its_first_reply_was_lost() {
-    let server = Server::start();
-    let proxy = Proxy::start(&server).await;
-    let operator = LockClient::connect(&proxy.url()).await.unwrap();
-    let other = LockClient::connect(&server.url()).await.unwrap();
-    let name = unique("stock");
-    let _stale = other.lock(&name).lock().await.unwrap();
-    proxy.next_reply_to(&FREES, Fate::Close);
-    assert_eq!(operator.lock(&name).force_unlock().await, Ok(true), "it was held, and this call freed it");
-    assert_eq!(proxy.applied(), 1);
+    for fate in [Fate::Swallow, Fate::Close] {
+        let server = Server::start();
+        let proxy = Proxy::start(&server).await;
+        let builder = LockClient::builder().command_timeout(Duration::from_millis(300));
+        let operator = builder.connect(&proxy.url()).await.unwrap();
+        let other = LockClient::connect(&server.url()).await.unwrap();
+        let name = unique("stock");
+        let _stale = other.lock(&name).lock().await.unwrap();
+        proxy.next_reply_to(&FREES, fate);
+        assert_eq!(operator.lock(&name).force_unlock().await, Ok(true), "it was held, and this call freed it");
+        assert_eq!(proxy.applied(), 1);
+        assert!(!exists(&mut server.connection(), &name));
+    }
 }
 
 /// The holder is of the same client, and locks again as soon as it hears of the loss, perhaps before the repeat. To the

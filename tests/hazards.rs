@@ -1,17 +1,15 @@
-//! Hazards that no other file shows: networks that fail one way or in the middle of a reply, servers that are paused,
-//! full or gone while others are well, tasks that die, and lock keys that somebody has tampered with.
+//! Hazards that no other file shows: networks that fail one way, servers that are paused, full or gone while others are
+//! well, tasks that die, and lock keys that somebody has tampered with.
 
 mod support;
 
-use std::collections::HashMap;
+use redis::{Connection, cmd};
+use redisson_lock::{Error, Holder, HolderExt, LockClient, LockClientBuilder, LockGuard, LostReason};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-
-use redis::{Connection, cmd};
-use redisson_lock::{Error, Holder, HolderExt, LockClient, LockClientBuilder, LockGuard, LostReason, Step};
-use support::observe::{pttl, rival, scripts, sha1_of, watch};
-use support::proxy::{Fate, Flow, Proxy, Way};
+use support::observe::{channels, owners, pttl, rival, scripts, watch};
+use support::proxy::{Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until, wait_until_async};
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{sleep, timeout};
@@ -38,13 +36,13 @@ fn watchdog(millis: u64) -> LockClientBuilder {
 
 /// The hold count of whoever holds the lock, 0 if nobody does.
 fn count(redis: &mut Connection, lock: &str) -> i64 {
-    let fields: HashMap<String, i64> = cmd("HGETALL").arg(lock).query(redis).unwrap();
+    let fields = owners(redis, lock);
     assert!(fields.len() < 2, "two owners: {fields:?}");
     fields.into_values().next().unwrap_or(0)
 }
 
 fn subscribed(redis: &mut Connection) -> bool {
-    !cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(redis).unwrap().is_empty()
+    channels(redis) > 0
 }
 
 async fn served(rival: JoinHandle<(Instant, LockGuard)>) -> (Instant, LockGuard) {
@@ -186,180 +184,6 @@ async fn the_death_of_the_renewal_task_is_told_and_the_other_locks_are_renewed_o
         guard.unlock().await.unwrap();
     }
     client.shutdown().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_connection_that_is_closed_in_the_middle_of_a_reply_spoils_no_count() {
-    let server = Server::start();
-    let mut redis = server.connection();
-    let proxy = Proxy::start(&server).await;
-    let client = quick().connect(&proxy.url()).await.unwrap();
-    let name = unique("stock");
-    let lock = client.lock(&name);
-    let mut closed = 0;
-    // Before, within and right after the reply, which has 20 to 30 bytes.
-    for bytes in [0, 1, 2, 3, 4, 6, 8, 11, 14, 17, 20, 23, usize::MAX] {
-        let mut close_at = |what| {
-            proxy.next_reply_to(&[sha1_of(what), &name], Fate::CloseAt(bytes));
-            closed += 1;
-        };
-        Holder::scope(async {
-            close_at("acquire");
-            let outer = lock.lock().await.unwrap();
-            assert_eq!(count(&mut redis, &name), 1, "{bytes}");
-            close_at("acquire");
-            let inner = lock.lock().await.unwrap();
-            assert_eq!(count(&mut redis, &name), 2, "{bytes}");
-            close_at("acquire");
-            lock.try_lock().await.unwrap().expect("a re-entry").forget();
-            assert_eq!(count(&mut redis, &name), 3, "{bytes}");
-            close_at("release");
-            lock.unlock().await.unwrap();
-            assert_eq!(count(&mut redis, &name), 2, "{bytes}");
-            close_at("release");
-            inner.unlock().await.unwrap();
-            assert_eq!(count(&mut redis, &name), 1, "{bytes}");
-            close_at("release");
-            outer.unlock().await.unwrap();
-            assert_eq!(count(&mut redis, &name), 0, "{bytes}");
-        })
-        .await;
-        assert_eq!(proxy.applied(), closed);
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_renewal_whose_reply_breaks_off_is_made_again() {
-    let server = Server::start();
-    let mut redis = server.connection();
-    let proxy = Proxy::start(&server).await;
-    let client = watchdog(3_000).connect(&proxy.url()).await.unwrap();
-    let name = unique("stock");
-    let guard = client.lock(&name).lock().await.unwrap();
-    for (closed, bytes) in [0, 5, 12, usize::MAX].into_iter().enumerate() {
-        proxy.next_reply_to(&[sha1_of("renew"), &name], Fate::CloseAt(bytes));
-        wait_until("the reply breaks off", SOON, || proxy.applied() == closed + 1);
-    }
-    assert!(!guard.is_lost());
-    wait_until("the lease is proved again", SOON, || guard.remaining_lease() > ms(2_000));
-    assert_eq!(count(&mut redis, &name), 1);
-    guard.unlock().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn connections_that_are_lost_before_each_step_spoil_no_count() {
-    let server = Server::start();
-    let mut redis = server.connection();
-    let proxy = Proxy::start(&server).await;
-    let client = quick().connect(&proxy.url()).await.unwrap();
-    let name = unique("stock");
-    let lock = client.lock(&name);
-    for _ in 0..10 {
-        Holder::scope(async {
-            proxy.close_now();
-            let outer = lock.lock().await.unwrap();
-            assert_eq!(count(&mut redis, &name), 1);
-            proxy.close_now();
-            let inner = lock.lock().await.unwrap();
-            assert_eq!(count(&mut redis, &name), 2);
-            proxy.close_now();
-            outer.unlock().await.unwrap();
-            assert_eq!(count(&mut redis, &name), 1);
-            proxy.close_now();
-            inner.unlock().await.unwrap();
-            assert_eq!(count(&mut redis, &name), 0);
-        })
-        .await;
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_connection_that_is_lost_while_it_is_made_is_made_again_soon() {
-    let server = Server::start();
-    let proxy = Proxy::start(&server).await;
-    let client = LockClient::connect(&proxy.url()).await.unwrap();
-    let lock = client.lock(unique("stock"));
-    // What is asked on every new connection.
-    for part in ["ID", "INFO", "KILL"] {
-        for fate in [Fate::Close, Fate::CloseAt(3), Fate::CloseAt(usize::MAX)] {
-            let applied = proxy.applied();
-            proxy.next_reply_to(&["CLIENT", part], fate);
-            let begun = Instant::now();
-            proxy.close_now();
-            lock.run(async {}).await.unwrap();
-            assert_eq!(proxy.applied(), applied + 1);
-            let took = begun.elapsed();
-            assert!(took < ms(3_000), "{took:?} for a new connection, after one was lost at CLIENT {part}, {fate:?}");
-        }
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_failed_acquire_leaves_no_key_within_a_second_of_the_servers_return() {
-    let mut server = Server::builder().persistent().start();
-    let proxy = Proxy::start(&server).await;
-    for fault in ["stopped", "silent", "killed"] {
-        let mut took = Vec::new();
-        for _ in 0..3 {
-            let mut redis = server.connection();
-            let client = quick().retry_timeout(Duration::ZERO).connect(&proxy.url()).await.unwrap();
-            let name = unique("stock");
-            let lock = client.lock(&name);
-            match fault {
-                "stopped" => server.pause(),
-                _ => proxy.set(Way::Replies, Flow::Hold),
-            }
-            let attempt = tokio::spawn(async move { lock.lock().await.map(drop) });
-            if fault == "killed" {
-                wait_until("it is granted", SOON, || count(&mut redis, &name) == 1);
-                proxy.set(Way::Both, Flow::Hold);
-            }
-            let outcome = timeout(SOON, attempt).await.expect("it hangs").unwrap();
-            assert!(matches!(outcome, Err(Error::Unknown { step: Step::Acquire, .. })), "{fault}: {outcome:?}");
-            match fault {
-                "stopped" => server.resume(),
-                "killed" => {
-                    assert_eq!(count(&mut redis, &name), 1);
-                    block_in_place(|| {
-                        server.kill();
-                        server.restart();
-                    });
-                }
-                _ => {}
-            }
-            proxy.set(Way::Both, Flow::Pass);
-            let (returned, mut redis) = (Instant::now(), server.connection());
-            // Answered only after what was under way has arrived, or cannot arrive any more.
-            wait_until_async("the client is back", SOON, || async { client.lock("probe").is_locked().await.is_ok() })
-                .await;
-            wait_until("nothing is left of it", SOON, || pttl(&mut redis, &name) == -2);
-            took.push(returned.elapsed());
-            let info: String = cmd("INFO").arg("stats").query(&mut redis).unwrap();
-            assert!(info.contains("expired_keys:0\r"), "it ran out instead");
-        }
-        println!("{fault}: given back after {took:?}");
-        // One of them may have met a busy machine.
-        took.sort();
-        assert!(took[1] < ms(1_000), "{fault}: {took:?}");
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_force_unlock_whose_reply_is_lost_does_not_say_that_nobody_had_the_lock() {
-    for fate in [Fate::Swallow, Fate::Close] {
-        let server = Server::start();
-        let proxy = Proxy::start(&server).await;
-        let client = quick().connect(&proxy.url()).await.unwrap();
-        let other = LockClient::connect(&server.url()).await.unwrap();
-        let name = unique("stock");
-        let guard = other.lock(&name).lock().await.unwrap();
-        proxy.next_reply_to(&[sha1_of("force_unlock"), &name], fate);
-        let freed = client.lock(&name).force_unlock().await;
-        assert_eq!(proxy.applied(), 1);
-        assert_eq!(count(&mut server.connection(), &name), 0);
-        assert_ne!(freed, Ok(false), "it was held, and this call freed it");
-        drop(guard);
-    }
 }
 
 #[tokio::test]
@@ -570,7 +394,6 @@ async fn a_lease_that_is_always_about_to_end_is_no_reason_to_spin() {
     let (calls, most) = (scripts(&mut redis) - before, begun.elapsed().as_millis() as u64 / 5 + asked);
     over.store(true, Ordering::Release);
     renewing.join().unwrap();
-    println!("{calls} scripts, {most} at most");
     assert!(calls > 20, "nobody asked: {calls}");
     assert!(calls <= most, "{calls} scripts, {most} at most");
 }

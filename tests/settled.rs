@@ -5,10 +5,11 @@ mod support;
 use std::future::ready;
 use std::time::{Duration, Instant};
 
-use redisson_lock::{Error, Holder, LockClient};
-use support::observe::{connections, exists};
+use redisson_lock::{Error, Holder, LockClient, Step};
+use support::observe::{connections, exists, expired};
 use support::proxy::{Fate, Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until, wait_until_async};
+use tokio::task::block_in_place;
 use tokio::time::{sleep, timeout};
 
 /// Far more than any step takes, far less than the leases that no test waits for.
@@ -41,6 +42,55 @@ async fn an_unknown_acquire_over_a_stale_record_leaves_nothing() {
     })
     .await;
     wait_until_async("nobody holds it, and it is free", SOON, || ready(!exists(&mut redis, &name))).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failed_acquire_leaves_no_key_within_a_second_of_the_servers_return() {
+    let mut server = Server::builder().persistent().start();
+    let proxy = Proxy::start(&server).await;
+    for fault in ["stopped", "silent", "killed"] {
+        let mut took = Vec::new();
+        for _ in 0..3 {
+            let mut redis = server.connection();
+            let builder = LockClient::builder().watchdog_timeout(ms(60_000)).command_timeout(ms(300));
+            let client = builder.retry_timeout(ms(0)).connect(&proxy.url()).await.unwrap();
+            let name = unique("stock");
+            let lock = client.lock(&name);
+            match fault {
+                "stopped" => server.pause(),
+                _ => proxy.set(Way::Replies, Flow::Hold),
+            }
+            let attempt = tokio::spawn(async move { lock.lock().await.map(drop) });
+            if fault == "killed" {
+                wait_until("it is granted", SOON, || exists(&mut redis, &name));
+                proxy.set(Way::Both, Flow::Hold);
+            }
+            let outcome = timeout(SOON, attempt).await.expect("it hangs").unwrap();
+            assert!(matches!(outcome, Err(Error::Unknown { step: Step::Acquire, .. })), "{fault}: {outcome:?}");
+            match fault {
+                "stopped" => server.resume(),
+                "killed" => {
+                    assert!(exists(&mut redis, &name));
+                    block_in_place(|| {
+                        server.kill();
+                        server.restart();
+                    });
+                }
+                _ => {}
+            }
+            proxy.set(Way::Both, Flow::Pass);
+            let (returned, mut redis) = (Instant::now(), server.connection());
+            // Answered only after what was under way has arrived, or cannot arrive any more.
+            wait_until_async("the client is back", SOON, || async { client.lock("probe").is_locked().await.is_ok() })
+                .await;
+            wait_until("nothing is left of it", SOON, || !exists(&mut redis, &name));
+            took.push(returned.elapsed());
+            assert_eq!(expired(&mut redis), 0, "it ran out instead");
+        }
+        // One of them may have met a busy machine.
+        took.sort();
+        assert!(took[1] < ms(1_000), "{fault}: {took:?}");
+    }
 }
 
 /// "their keys stay until their leases run out, so that nobody else gets in while their code may still run".

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use futures::poll;
 use redis::{Connection, cmd};
-use redisson_lock::{LockClient, LockGuard, LostReason};
+use redisson_lock::{Holder, LockClient, LockGuard, LostReason};
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -17,6 +17,11 @@ use tokio::time::sleep;
 /// Who holds the lock: owner fields and hold counts.
 pub fn owners(redis: &mut Connection, lock: &str) -> HashMap<String, i64> {
     cmd("HGETALL").arg(lock).query(redis).unwrap()
+}
+
+/// The field of this holder.
+pub fn owner(client: &LockClient, holder: Holder) -> String {
+    format!("{}:{holder}", client.client_id())
 }
 
 pub fn exists(redis: &mut Connection, lock: &str) -> bool {
