@@ -1,4 +1,4 @@
-//! One lock on a server of its own, and what a test does to it and asks of its guards.
+//! One lock, and what a test does to it and asks of its guards.
 
 // Every test binary includes this module and uses a part of it.
 #![allow(dead_code)]
@@ -37,9 +37,17 @@ impl Bench {
     }
 
     pub async fn with(builder: LockClientBuilder) -> Self {
-        let server = Server::start();
+        Self::on(Server::start(), builder).await
+    }
+
+    /// On the server named by `REDIS_URL`, if there is one: for tests that do not mind what others do there.
+    pub async fn shared(builder: LockClientBuilder) -> Self {
+        Self::on(Server::shared_or_start(), builder).await
+    }
+
+    async fn on(server: Server, builder: LockClientBuilder) -> Self {
         let client = builder.connect(&server.url()).await.unwrap();
-        let name = unique("guard");
+        let name = unique("stock");
         Self { lock: client.lock(&name), observer: server.connection(), server, client, name }
     }
 
@@ -56,6 +64,11 @@ impl Bench {
 
     pub fn pttl(&mut self) -> i64 {
         observe::pttl(&mut self.observer, &self.name)
+    }
+
+    /// Whether somebody waits for the lock, with a subscription.
+    pub fn is_waited_for(&mut self) -> bool {
+        observe::subscribers(&mut self.observer, &self.name) > 0
     }
 
     pub fn wait_until_free(&mut self) {
