@@ -100,6 +100,7 @@ fn same_kind(one: &'static dyn Kind, other: &'static dyn Kind) -> bool {
     std::ptr::addr_eq(one, other)
 }
 
+/// Boxed, because a batch that is refused for one of its keys is renewed key by key through this again.
 fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) -> BoxFuture<'_, ()> {
     async move { renew_batch(core, batch, outage).await }.boxed()
 }
@@ -207,7 +208,7 @@ pub(crate) fn tell_lost(core: &Arc<Core>, lease: &Arc<Lease>, reason: LostReason
         let entry = core.entry(&lease.ident, lease.kind);
         let (worker, lease) = (Arc::clone(core), Arc::clone(lease));
         core.background.spawn(async move {
-            let turn = Arc::clone(&entry.turn).lock_owned().await;
+            let turn = entry.turns.take().await;
             crate::release::clean_up(&worker, &entry, &lease, turn);
         });
     } else if let Some(at) = lease.cleaning_due() {

@@ -50,18 +50,17 @@ impl Line {
                 () = line.ended() => Err(fred::error::Error::new(ErrorKind::IO, "the connection was lost again")),
             }
         };
+        let too_late = Error::Timeout { step: Step::Connect, after: limit };
         match timeout(limit, connected).await {
             Ok(Ok(())) => Ok(line),
             Ok(Err(problem)) if *problem.kind() == ErrorKind::Auth || problem.details().starts_with("ERR ") => {
                 Err(Error::Server { lock: None, message: problem.details().to_owned() })
             }
-            Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => {
-                Err(Error::Timeout { step: Step::Connect, after: limit })
-            }
+            Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => Err(too_late),
             Ok(Err(problem)) => Err(Error::Connection {
                 detail: format!("{}: {} ({})", settings.address(), plain(problem.details()), advice(problem.kind())),
             }),
-            Err(_) => Err(Error::Timeout { step: Step::Connect, after: limit }),
+            Err(_) => Err(too_late),
         }
     }
 

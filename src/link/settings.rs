@@ -44,7 +44,8 @@ impl Settings {
         if parsed.query().is_some() || parsed.fragment().is_some() {
             return Err(refused("nothing may follow the database number"));
         }
-        if !matches!(parsed.path().trim_start_matches('/'), "" | "0") && parsed.path()[1..].parse::<u8>().is_err() {
+        let database = parsed.path().strip_prefix('/').unwrap_or_default();
+        if !matches!(database.trim_start_matches('/'), "" | "0") && database.parse::<u8>().is_err() {
             return Err(refused("the database is no number from 0 to 255"));
         }
         let mut config = Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
