@@ -1,22 +1,24 @@
 //! The waiting algorithm, once for all kinds of lock: try, subscribe, try again, sleep.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use tokio::sync::OwnedMutexGuard;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::config::{LeaseTime, WaitTime};
 use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
+use crate::handoff::Handoff;
 use crate::holder::TaskId;
 use crate::holds::EntryRef;
 use crate::lease::{Lease, Mode, Proof};
 use crate::link::Failure;
 use crate::locks::{Acquired, Ident, Kind};
-use crate::release::{Handoff, Hold, settle};
+use crate::release::{Hold, settle};
 use crate::retry::{LONGEST, Patience};
-use crate::wakeup::{InFlight, Outcome, Pace, Place, Standing, Turn};
+use crate::turn::Turn;
+use crate::wakeup::{self, InFlight, Outcome, Pace, Place, Standing};
 
 /// What came of waiting for a lock.
 pub(crate) enum Acquisition {
@@ -61,7 +63,6 @@ pub(crate) async fn acquire(
         asked: false,
         warned: false,
         warned_of_own: false,
-        alive: Arc::new(()),
     };
     let outcome = waiter.run().await;
     if let Ok(Acquisition::Granted(_)) = &outcome {
@@ -82,8 +83,6 @@ struct Waiter {
     asked: bool,
     warned: bool,
     warned_of_own: bool,
-    /// Goes with the waiter, so that an attempt knows whether it was left behind.
-    alive: Arc<()>,
 }
 
 /// What a waiter does when its waiting is over.
@@ -97,13 +96,16 @@ impl Waiter {
     async fn run(&mut self) -> Result<Acquisition, Error> {
         if self.ends == Some(self.begun) {
             // No time to wait: one question, past any queue.
-            return Ok(match self.attempt(None, self.patience).await? {
-                Attempt::Granted(hold) => Acquisition::Granted(hold),
-                Attempt::Held(ttl) => {
-                    self.remaining_ttl = ttl;
-                    self.contended()
+            loop {
+                match self.attempt(None, self.patience).await? {
+                    Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
+                    Attempt::Held(ttl) => {
+                        self.remaining_ttl = ttl;
+                        return Ok(self.contended());
+                    }
+                    Attempt::Undone => self.again()?,
                 }
-            });
+            }
         }
         loop {
             let Next::Try(in_flight) = self.wait_for_turn().await? else {
@@ -114,6 +116,7 @@ impl Waiter {
             match self.attempt(in_flight, patience).await? {
                 Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
                 Attempt::Held(ttl) => self.remaining_ttl = ttl,
+                Attempt::Undone => self.again()?,
             }
         }
     }
@@ -136,9 +139,9 @@ impl Waiter {
                 continue;
             };
             let (until, standing) = match place.turn(self.pace()) {
-                Turn::Try(in_flight) => return Ok(Next::Try(Some(in_flight))),
-                Turn::Closed => return Err(Error::Closed),
-                Turn::Sleep(until, standing) => (until, standing),
+                wakeup::Turn::Try(in_flight) => return Ok(Next::Try(Some(in_flight))),
+                wakeup::Turn::Closed => return Err(Error::Closed),
+                wakeup::Turn::Sleep(until, standing) => (until, standing),
             };
             if !std::mem::replace(&mut self.warned, true) {
                 warn_of_self(&self.core, &self.entry.ident);
@@ -201,15 +204,37 @@ impl Waiter {
 
     /// Asks the server once, and again while it is in trouble that may pass.
     async fn attempt(&self, in_flight: Option<InFlight>, patience: Duration) -> Result<Attempt, Error> {
-        let turn = Arc::clone(&self.entry.turn).lock_owned();
-        let limit = patience.max(self.core.config.command_timeout);
-        let Ok(turn) = timeout(limit, turn).await else {
-            return Err(Error::Timeout { step: Step::EarlierOperation, after: limit });
+        let begun = Arc::new(AtomicBool::new(false));
+        // Gone with the caller, so that an attempt knows whether it was left behind.
+        let caller = Arc::downgrade(&begun);
+        let (core, entry, mode) = (Arc::clone(&self.core), self.entry.clone(), self.mode);
+        let limit = patience.max(core.config.command_timeout);
+        let attempt = async move {
+            let Ok(turn) = timeout(limit, entry.turns.take()).await else {
+                return Err(Error::Timeout { step: Step::EarlierOperation, after: limit });
+            };
+            match caller.upgrade() {
+                Some(begun) => begun.store(true, Ordering::Release),
+                None => return Ok(Attempt::Undone),
+            }
+            core.ensure_open()?;
+            let effort = Effort { patience: Patience::new(patience), caller, in_flight };
+            attempt(core, entry, mode, effort, turn).await
         };
+        let attempt = Handoff::undoable(&self.core.background, &self.entry.turns, begun, attempt);
+        attempt.await.unwrap_or(Ok(Attempt::Undone))
+    }
+
+    /// What was granted while the request was not polled has been given back.
+    fn again(&self) -> Result<(), Error> {
         self.core.ensure_open()?;
-        let effort = Effort { patience: Patience::new(patience), caller: Arc::downgrade(&self.alive), in_flight };
-        let attempt = attempt(Arc::clone(&self.core), self.entry.clone(), self.mode, effort, turn);
-        Handoff::new(&self.core.background, attempt).await
+        tracing::warn!(
+            lock = %self.entry.ident.lock(),
+            owner = %self.entry.ident.owner(),
+            "a request for a lock was not polled when its answer came, and asks again: a future that is not awaited any \
+             more is best dropped, or spawned",
+        );
+        Ok(())
     }
 
     fn contended(&self) -> Acquisition {
@@ -253,12 +278,14 @@ fn warn_of_own(core: &Core, ident: &Ident, begun: Instant) -> bool {
 enum Attempt {
     Granted(Hold),
     Held(Option<Duration>),
+    /// It has been, but nobody came for its outcome.
+    Undone,
 }
 
 /// How hard an attempt tries, and who is to know.
 struct Effort {
     patience: Patience,
-    caller: Weak<()>,
+    caller: Weak<AtomicBool>,
     in_flight: Option<InFlight>,
 }
 
@@ -295,7 +322,7 @@ async fn attempt(
     entry: EntryRef,
     mode: Mode,
     mut effort: Effort,
-    turn: OwnedMutexGuard<()>,
+    turn: Turn,
 ) -> Result<Attempt, Error> {
     let time = match mode {
         Mode::Watchdog => core.config.watchdog_timeout,

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+use crate::background::Background;
 use crate::config::{Config, LeaseTime, bounded};
 use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
@@ -16,8 +17,8 @@ use crate::holder::{ClientId, Holder, HolderPolicy};
 use crate::holds::Holds;
 use crate::link::{Event, Link, PubSub, Settings};
 use crate::locks::reentrant::ReentrantLock;
-use crate::release::Background;
 use crate::script::catalog;
+use crate::turn::InHand;
 use crate::wakeup::{self, Wakeups, reconcile};
 use crate::{renewal, retry};
 
@@ -99,7 +100,7 @@ impl LockClient {
     /// while their code may still run), tasks end and connections are closed.
     ///
     /// Calling it again does nothing. Futures of this client that nobody polls are waited for no longer than a reply may
-    /// take; but a release that waits behind such a one is not answered.
+    /// take; what they have begun is finished without them.
     ///
     /// # Errors
     /// [`Error::Timeout`] with [`Step::Shutdown`]: releases were still unanswered after the retry timeout.
@@ -237,8 +238,11 @@ impl LockClientBuilder {
         let (link, pubsub) = connected.unwrap_or(Err(Error::Timeout { step: Step::Connect, after: limit }))?;
 
         let (stop, stopped) = watch::channel(false);
-        let (background, worker) = Background::new(stopped.clone());
-        let holds = Holds::new();
+        let in_hand = Arc::<InHand>::default();
+        // In a shorter time no caller is suspected: a reply may take as long.
+        let round = config.command_timeout.max(retry::LONGEST);
+        let (background, worker) = Background::new(stopped.clone(), Arc::clone(&in_hand), round);
+        let holds = Holds::new(in_hand);
         let core = Arc::new(Core {
             client_id,
             config,
@@ -250,9 +254,8 @@ impl LockClientBuilder {
             failed_releases: AtomicU64::new(0),
             stop,
         });
-        let check_every = core.config.command_timeout.max(retry::LONGEST);
         let mut ends = stopped.clone();
-        let listening = reconcile(wakeups, changed, pubsub, check_every, async move {
+        let listening = reconcile(wakeups, changed, pubsub, round, async move {
             // An error means that the client is gone.
             let _ = ends.wait_for(|stop| *stop).await;
         });

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::background::Background;
 use crate::config::Config;
 use crate::error::{Error, Step};
 use crate::holder::{ClientId, Holder};
@@ -13,7 +14,6 @@ use crate::holds::{EntryRef, Holds};
 use crate::keys::Keys;
 use crate::link::{Call, Failure, Link, Reply};
 use crate::locks::{self, Ident, Kind};
-use crate::release::Background;
 use crate::retry::Patience;
 use crate::wakeup::Wakeups;
 

@@ -13,18 +13,16 @@ use tokio::time::Instant;
 use crate::error::LostReason;
 use crate::lease::Lease;
 use crate::locks::{Ident, Kind};
+use crate::turn::{InHand, Turns};
 
 /// A lock and a holder: what the renewal table is keyed by.
 type EntryKey = (Bytes, i64);
 
 /// One holder's dealings with one lock.
-///
-/// Its operations on the server take turns: each script names the count that it expects, so the next
-/// may only be sent when the outcome of the one before is known.
 pub(crate) struct Entry {
     pub(crate) ident: Arc<Ident>,
     pub(crate) kind: &'static dyn Kind,
-    pub(crate) turn: Arc<tokio::sync::Mutex<()>>,
+    pub(crate) turns: Arc<Turns>,
     lease: Mutex<Option<Arc<Lease>>>,
     /// Forgotten holds of earlier possessions that were lost, of which nobody has been told. They keep the entry.
     owed: Mutex<Vec<(LostReason, EntryRef)>>,
@@ -81,6 +79,7 @@ impl Entry {
 pub(crate) struct Holds {
     table: Mutex<Table>,
     schedule: Mutex<Schedule>,
+    in_hand: Arc<InHand>,
     /// Signals that something is due earlier than the scheduler expects.
     pub(crate) earlier: Notify,
     ids: AtomicU64,
@@ -101,8 +100,9 @@ struct Schedule {
 }
 
 impl Holds {
-    pub(crate) fn new() -> Arc<Self> {
+    pub(crate) fn new(in_hand: Arc<InHand>) -> Arc<Self> {
         Arc::new(Self {
+            in_hand,
             table: Mutex::default(),
             schedule: Mutex::default(),
             earlier: Notify::new(),
@@ -122,7 +122,7 @@ impl Holds {
             Arc::new(Entry {
                 ident: Arc::clone(ident),
                 kind,
-                turn: Arc::default(),
+                turns: Turns::new(&self.in_hand),
                 lease: Mutex::default(),
                 owed: Mutex::default(),
             })

@@ -53,10 +53,12 @@
 #![warn(missing_docs)]
 
 mod acquire;
+mod background;
 mod client;
 mod config;
 mod core;
 mod error;
+mod handoff;
 mod holder;
 mod holds;
 mod keys;
@@ -67,6 +69,7 @@ mod release;
 mod renewal;
 mod retry;
 mod script;
+mod turn;
 mod wakeup;
 
 pub use client::{LockClient, LockClientBuilder};

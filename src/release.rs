@@ -1,183 +1,22 @@
-//! Giving back: what a release does, and what is finished in the background when its caller goes away.
+//! Giving back: what a release does.
 
-use std::panic::AssertUnwindSafe;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::sync::atomic::Ordering;
 
-use futures::future::{BoxFuture, Either};
-use futures::stream::FuturesUnordered;
-use futures::{FutureExt, StreamExt};
-use tokio::sync::{Notify, OwnedMutexGuard, mpsc, watch};
-use tokio::time::Instant;
+use futures::FutureExt;
+use futures::future::Either;
+use tokio::time::{Instant, timeout};
 
 use crate::config::LeaseTime;
 use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
+use crate::handoff::Handoff;
 use crate::holds::EntryRef;
 use crate::lease::{Lease, Mode, Proof};
 use crate::link::Failure;
-use crate::locks::Released;
+use crate::locks::{Ident, Released};
 use crate::retry::Patience;
-
-type Job = BoxFuture<'static, ()>;
-
-/// The way to the one task that finishes what callers left unfinished.
-#[derive(Clone)]
-pub(crate) struct Background {
-    jobs: mpsc::UnboundedSender<Job>,
-    pending: Arc<Pending>,
-    with_callers: Arc<Pending>,
-}
-
-/// Counts what is not finished.
-#[derive(Default)]
-struct Pending {
-    count: AtomicUsize,
-    none: Notify,
-}
-
-/// Counts for as long as it lives.
-struct Busy(Arc<Pending>);
-
-impl Background {
-    /// The sending side, and the worker to spawn. The worker ends when every sender is gone and its jobs are done, or
-    /// at once when it is told to stop.
-    pub(crate) fn new(mut stop: watch::Receiver<bool>) -> (Self, impl Future<Output = ()> + Send + 'static) {
-        let (jobs, queue) = mpsc::unbounded_channel();
-        let background = Self { jobs, pending: Arc::default(), with_callers: Arc::default() };
-        let worker = async move {
-            let stopped = async move {
-                if stop.wait_for(|stop| *stop).await.is_err() {
-                    // The client is gone; what it left is still to be done.
-                    std::future::pending::<()>().await;
-                }
-            };
-            tokio::select! {
-                () = work(queue) => {}
-                () = stopped => {}
-            }
-        };
-        (background, worker)
-    }
-
-    /// Hands a job over. Works from any thread, inside a runtime or not.
-    pub(crate) fn spawn(&self, job: impl Future<Output = ()> + Send + 'static) {
-        let busy = Busy::new(&self.pending);
-        let job = async move {
-            let _busy = busy;
-            job.await;
-        };
-        if self.jobs.send(job.boxed()).is_err() {
-            tracing::warn!("a release could not be finished: the client's runtime has ended; the lease will run out");
-        }
-    }
-
-    /// Resolves when nothing is pending. What callers have in their hands is waited for that long: a caller may have
-    /// stopped to poll.
-    pub(crate) async fn drained(&self, callers: Duration) {
-        // An error means that somebody is not polled.
-        let _ = tokio::time::timeout(callers, self.with_callers.none()).await;
-        // What they left unfinished has come here.
-        self.pending.none().await;
-    }
-}
-
-impl Pending {
-    async fn none(&self) {
-        loop {
-            let none = self.none.notified();
-            if self.count.load(Ordering::Acquire) == 0 {
-                return;
-            }
-            none.await;
-        }
-    }
-}
-
-impl Busy {
-    fn new(pending: &Arc<Pending>) -> Self {
-        pending.count.fetch_add(1, Ordering::AcqRel);
-        Self(Arc::clone(pending))
-    }
-}
-
-impl Drop for Busy {
-    fn drop(&mut self) {
-        if self.0.count.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.0.none.notify_waiters();
-        }
-    }
-}
-
-async fn work(mut queue: mpsc::UnboundedReceiver<Job>) {
-    let mut running = FuturesUnordered::new();
-    let mut open = true;
-    while open || !running.is_empty() {
-        tokio::select! {
-            job = queue.recv(), if open => match job {
-                Some(job) => running.push(AssertUnwindSafe(job).catch_unwind()),
-                None => open = false,
-            },
-            Some(outcome) = running.next() => {
-                if outcome.is_err() {
-                    tracing::error!("a background release panicked; its lease will run out");
-                }
-            }
-        }
-    }
-}
-
-/// A future that, once begun, is finished in the background if its caller drops it.
-///
-/// What it resolves to must undo itself when it is dropped.
-pub(crate) struct Handoff<T: Send + 'static> {
-    future: Option<BoxFuture<'static, T>>,
-    background: Background,
-    begun: bool,
-    _busy: Busy,
-}
-
-impl<T: Send + 'static> Handoff<T> {
-    pub(crate) fn new(background: &Background, future: impl Future<Output = T> + Send + 'static) -> Self {
-        Self {
-            future: Some(future.boxed()),
-            background: background.clone(),
-            begun: false,
-            _busy: Busy::new(&background.with_callers),
-        }
-    }
-}
-
-impl<T: Send + 'static> Handoff<T> {
-    /// To be finished even if it is never polled.
-    pub(crate) fn begun(mut self) -> Self {
-        self.begun = true;
-        self
-    }
-}
-
-impl<T: Send + 'static> Future for Handoff<T> {
-    type Output = T;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
-        self.begun = true;
-        let Some(future) = self.future.as_mut() else { return Poll::Pending };
-        let output = std::task::ready!(future.poll_unpin(cx));
-        self.future = None;
-        Poll::Ready(output)
-    }
-}
-
-impl<T: Send + 'static> Drop for Handoff<T> {
-    fn drop(&mut self) {
-        if let Some(future) = self.future.take().filter(|_| self.begun) {
-            self.background.spawn(async move { drop(future.await) });
-        }
-    }
-}
+use crate::turn::Turn;
 
 /// One hold on the server. Dropping it gives it back in the background.
 pub(crate) struct Hold {
@@ -226,10 +65,10 @@ impl Drop for Hold {
         }
         self.lease.leaves(self.id);
         // In line from now on, so that the holder's next acquire comes after it.
-        let mut turn = Box::pin(Arc::clone(&self.entry.turn).lock_owned());
-        let queued = match turn.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(turn) => Either::Left(std::future::ready(turn)),
-            Poll::Pending => Either::Right(turn),
+        let mut turn = Box::pin(self.entry.turns.line_up());
+        let queued = match turn.as_mut().now_or_never() {
+            Some(turn) => Either::Left(std::future::ready(turn)),
+            None => Either::Right(turn),
         };
         let release = release(Arc::clone(&self.core), self.entry.clone(), Arc::clone(&self.lease), self.id, queued);
         let (core, ident) = (Arc::clone(&self.core), Arc::clone(&self.entry.ident));
@@ -248,18 +87,22 @@ impl Drop for Hold {
 /// Releases a hold for a caller who waits, as long as the client is ready to try.
 pub(crate) async fn give_back(core: &Arc<Core>, entry: EntryRef, lease: Arc<Lease>, id: u64) -> Result<(), Error> {
     let ident = Arc::clone(&entry.ident);
-    let turn = Arc::clone(&entry.turn).lock_owned();
+    let turns = Arc::clone(&entry.turns);
+    let turn = turns.line_up();
     // Its guard is gone, so whatever happens here it has to be finished.
-    let release = Handoff::new(&core.background, release(Arc::clone(core), entry, lease, id, turn)).begun();
+    let release = Handoff::new(&core.background, &turns, release(Arc::clone(core), entry, lease, id, turn));
+    in_time(core, &ident, release).await?
+}
+
+/// Waits for a release as long as the client is ready to try.
+pub(crate) async fn in_time<T: Send>(core: &Core, ident: &Ident, release: Handoff<T>) -> Result<T, Error> {
     let patience = core.config.patience();
-    match tokio::time::timeout(patience, release).await {
-        Ok(outcome) => outcome,
-        Err(_) => Err(Error::Unknown {
-            lock: ident.lock(),
-            step: Step::Release,
-            detail: format!("no answer in {patience:?}"),
-        }),
-    }
+    // Nothing came of it: the client has ended.
+    timeout(patience, release).await.ok().flatten().ok_or_else(|| Error::Unknown {
+        lock: ident.lock(),
+        step: Step::Release,
+        detail: format!("no answer in {patience:?}"),
+    })
 }
 
 /// Releases a hold: takes it out of the renewal table, then off the server, trying until the server answers or
@@ -269,13 +112,13 @@ async fn release(
     entry: EntryRef,
     lease: Arc<Lease>,
     id: u64,
-    turn: impl Future<Output = OwnedMutexGuard<()>> + Send,
+    turn: impl Future<Output = Turn> + Send,
 ) -> Result<(), Error> {
     // What is lost needs no turn to be told: an earlier operation may wait for the server for long.
     if let Some(reason) = lease.lost() {
         return Err(lost(&core, &entry, &lease, id, reason));
     }
-    let turn = turn.await;
+    let turn = entry.turns.insist(turn).await;
     let ident = &entry.ident;
     let leaving = match lease.begin_release(id) {
         Some(Ok(leaving)) => leaving,
@@ -376,7 +219,7 @@ async fn told_to_leave(
 }
 
 /// Makes sure, in the background, that a lost lease leaves nothing on the server, before its holder's next operation.
-pub(crate) fn clean_up(core: &Arc<Core>, entry: &EntryRef, lease: &Arc<Lease>, turn: OwnedMutexGuard<()>) {
+pub(crate) fn clean_up(core: &Arc<Core>, entry: &EntryRef, lease: &Arc<Lease>, turn: Turn) {
     let live = entry.live();
     if live.is_some_and(|live| !Arc::ptr_eq(&live, lease)) {
         // The holder has the lock again: what is on the server is not ours to take.
@@ -387,7 +230,7 @@ pub(crate) fn clean_up(core: &Arc<Core>, entry: &EntryRef, lease: &Arc<Lease>, t
 
 /// Has the server left with `leave`, whatever an unanswered script with that lease did. Keeps the entry's turn until
 /// that is known.
-pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: LeaseTime, turn: OwnedMutexGuard<()>) {
+pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: LeaseTime, turn: Turn) {
     let worker = Arc::clone(core);
     core.background.spawn(async move {
         let moot = Instant::now() + lease.duration();
@@ -402,7 +245,7 @@ pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: Lease
 
 /// Gives back one hold that only the server knows of; `false` if there is none.
 pub(crate) async fn give_back_unrecorded(core: &Core, entry: EntryRef) -> Result<bool, Failure> {
-    let _turn = Arc::clone(&entry.turn).lock_owned().await;
+    let _turn = entry.turns.take().await;
     let lease = core.config.watchdog_timeout;
     let mut patience = Patience::new(core.config.retry_timeout);
     let count = loop {

@@ -4,23 +4,21 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-use tokio::sync::OwnedMutexGuard;
-use tokio::time::Instant;
-
+use self::inspect::{Inspected, NO_KEY};
+pub(crate) use self::scripts::Reentrant;
+use super::Ident;
 use super::requests::{LockRequest, Options, RunRequest, TryLockRequest};
-use super::{Acquired, Ident, Kind, Released, Renewed};
-use crate::config::LeaseTime;
-use crate::core::{Asked, Core};
-use crate::error::{Error, LostReason, Step};
+use crate::core::Core;
+use crate::error::Error;
+use crate::handoff::Handoff;
 use crate::holder::Holder;
 use crate::holds::EntryRef;
 use crate::keys::Keys;
-use crate::lease::Lease;
-use crate::link::{Call, Failure, Reply};
 use crate::release;
-use crate::script::catalog::{ACQUIRE, COUNT, FORCE_UNLOCK, INSPECT, RELEASE, RENEW};
-use crate::script::{Answer, REFUSED, answer, answers};
+
+mod force_unlock;
+mod inspect;
+mod scripts;
 
 /// A reentrant lock that all clients of one server share, Java services with Redisson's `RLock` included.
 ///
@@ -70,8 +68,8 @@ impl ReentrantLock {
     /// The waiters of one process stand in line, first come first served; processes compete. A request that has been
     /// polled and is kept without being polled any more gives way to those behind it after two re-check intervals (after
     /// two command timeouts more if it stands still while it asks the server). If the server grants it the lock while
-    /// nobody polls it, the lock stays taken until that lease is over; and a holder's other operations on the lock wait for a
-    /// re-entry of its own that nobody polls. Rather drop such a request.
+    /// nobody polls it, the lock is given back after two command timeouts (of 250 ms at least) and half a second at most, and
+    /// the request asks again when it is polled again. Rather drop such a request.
     ///
     /// Without [`lease`](LockRequest::lease) the lock gets the watchdog timeout and is renewed until it is released.
     ///
@@ -221,30 +219,10 @@ impl ReentrantLock {
     /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`].
     ///
     /// # Cancel safety
-    /// Dropping it does not recall what was sent: the lock may be freed.
+    /// Dropping it does not recall what was sent: the lock may be freed. Where the owner is a holder of this client, the
+    /// background finishes what has begun.
     pub async fn force_unlock(&self) -> Result<bool, Error> {
-        const LOOKS: usize = 5;
-        let keys = self.keys.clone()?;
-        for _ in 0..LOOKS {
-            let looked = Instant::now();
-            let owner = self.inspect().await?.first_owner(&keys)?;
-            // A holder of this client does nothing more with the lock until it is known what became of this. Its next
-            // possession would look the same to a script that runs twice.
-            let _turn = match &owner {
-                Some(owner) => self.turn_of(&keys, owner).await?,
-                None => None,
-            };
-            // Told before anybody else can have it. What began before the look, and is not there, is lost already.
-            self.lose_all(&keys, |lease| lease.began < looked || Some(&lease.ident.owner) == owner.as_ref());
-            let Some(owner) = owner else { return Ok(false) };
-            let (freed, repeated) = self.force_out(&keys, owner).await?;
-            if freed || repeated {
-                // What the repeat did not find any more, the first sending has freed; or its holder has gone.
-                return Ok(true);
-            }
-        }
-        self.lose_all(&keys, |_| true);
-        Ok(self.force_out(&keys, Bytes::new()).await?.0)
+        force_unlock::force_unlock(&self.core, &self.keys.clone()?).await
     }
 
     /// The lock's name.
@@ -263,41 +241,8 @@ impl ReentrantLock {
         Options::new(Arc::clone(&self.core), self.keys.clone(), &Reentrant)
     }
 
-    /// The turn of an owner that is a holder of this client.
-    async fn turn_of(&self, keys: &Keys, owner: &Bytes) -> Result<Option<OwnedMutexGuard<()>>, Error> {
-        let own = self.core.holds.leases_of(&keys.name);
-        let Some(lease) = own.iter().find(|lease| lease.ident.owner == *owner) else { return Ok(None) };
-        let turn = Arc::clone(&self.core.entry(&lease.ident, &Reentrant).turn).lock_owned();
-        let limit = self.core.config.patience();
-        match tokio::time::timeout(limit, turn).await {
-            Ok(turn) => Ok(Some(turn)),
-            Err(_) => Err(Error::Timeout { step: Step::EarlierOperation, after: limit }),
-        }
-    }
-
-    /// Tells holders in this client that their lock is force-unlocked.
-    fn lose_all(&self, keys: &Keys, whose: impl Fn(&Lease) -> bool) {
-        for lease in self.core.holds.leases_of(&keys.name).into_iter().filter(|lease| whose(lease)) {
-            let reason = lease.lose(LostReason::ForceUnlocked);
-            crate::renewal::tell_lost(&self.core, &lease, reason, false);
-        }
-    }
-
-    /// Frees the lock if that owner holds it. Tells whether it did, and whether an earlier sending may have.
-    async fn force_out(&self, keys: &Keys, owner: Bytes) -> Result<(bool, bool), Error> {
-        let lock = keys.display();
-        // What names no owner must not run twice.
-        let once = owner.is_empty();
-        let row = [("owner", owner), ("channel", keys.channel.clone())];
-        let call = FORCE_UNLOCK.batch(1).row(keys.name.clone(), row).call();
-        let Asked { reply, repeated } = if once {
-            let reply = self.core.link.call(call).await;
-            Asked { reply: reply.map_err(|failure| one_try(failure, &lock))?, repeated: false }
-        } else {
-            self.core.ask(call, &lock, Step::ForceUnlock).await?
-        };
-        let answer = answer(reply).and_then(accepted).map_err(|failure| one_try(failure, &lock))?;
-        Ok((answer.code == 1, repeated))
+    async fn inspect(&self) -> Result<Inspected, Error> {
+        Inspected::of(&self.core, self.keys.as_ref().map_err(Clone::clone)?).await
     }
 
     /// Gives back a hold that no guard stands for.
@@ -327,87 +272,14 @@ impl ReentrantLock {
         }
         let entry = self.core.entry(ident, &Reentrant);
         let core = Arc::clone(&self.core);
-        let patience = self.core.config.patience();
-        let release =
-            release::Handoff::new(
-                &self.core.background,
-                async move { release::give_back_unrecorded(&core, entry).await },
-            );
-        match tokio::time::timeout(patience, release).await {
-            Ok(Ok(true)) => Ok(()),
-            Ok(Ok(false)) => Err(not_held()),
-            Ok(Err(failure)) => Err(ident.refused(failure)),
-            Err(_) => Err(Error::Unknown {
-                lock: ident.lock(),
-                step: Step::Release,
-                detail: format!("no answer in {patience:?}"),
-            }),
+        let turns = Arc::clone(&entry.turns);
+        let release = async move { release::give_back_unrecorded(&core, entry).await };
+        let release = Handoff::new(&self.core.background, &turns, release);
+        match release::in_time(&self.core, ident, release).await? {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(not_held()),
+            Err(failure) => Err(ident.refused(failure)),
         }
-    }
-
-    async fn inspect(&self) -> Result<Inspected, Error> {
-        let keys = self.keys.as_ref().map_err(Clone::clone)?;
-        let call = INSPECT.batch(1).row(keys.name.clone(), []).call();
-        let Asked { reply, .. } = self.core.ask(call, &keys.display(), Step::Inspect).await?;
-        let malformed = || Error::Connection { detail: "a reply of another shape".into() };
-        let Reply::List(mut values) = reply else { return Err(malformed()) };
-        if values.len() < 2 || values.len() % 2 != 0 {
-            return Err(malformed());
-        }
-        let fields = values.split_off(2);
-        match (&values[0], &values[1]) {
-            (Reply::Int(pttl), Reply::Text(refusal)) => {
-                let refusal = (!refusal.is_empty()).then(|| String::from_utf8_lossy(refusal).into_owned());
-                Ok(Inspected { pttl: *pttl, refusal, fields })
-            }
-            _ => Err(malformed()),
-        }
-    }
-}
-
-/// The error for a force unlock that is not tried again.
-fn one_try(failure: Failure, lock: &str) -> Error {
-    let unknown = matches!(failure, Failure::Unknown(_)).then_some(Step::ForceUnlock);
-    super::error(failure, lock, unknown)
-}
-
-/// What `PTTL` answers where there is no key.
-const NO_KEY: i64 = -2;
-
-/// What the server knows of a lock.
-struct Inspected {
-    pttl: i64,
-    /// Why its fields cannot be told.
-    refusal: Option<String>,
-    fields: Vec<Reply>,
-}
-
-impl Inspected {
-    /// The first of the owners, byte by byte.
-    fn first_owner(self, keys: &Keys) -> Result<Option<Bytes>, Error> {
-        if let Some(message) = self.refusal {
-            return Err(Error::Server { lock: Some(keys.display()), message });
-        }
-        Ok(self.fields.into_iter().next().and_then(|owner| match owner {
-            Reply::Text(owner) => Some(owner),
-            _ => None,
-        }))
-    }
-
-    fn holders(self, keys: &Keys) -> Result<Vec<Holding>, Error> {
-        if let Some(message) = self.refusal {
-            return Err(Error::Server { lock: Some(keys.display()), message });
-        }
-        self.fields
-            .chunks_exact(2)
-            .map(|pair| {
-                let owner = match &pair[0] {
-                    Reply::Text(text) => String::from_utf8_lossy(text).into_owned(),
-                    other => format!("{other:?}"),
-                };
-                Ok(Holding { owner, count: number(&pair[1], keys)? })
-            })
-            .collect()
     }
 }
 
@@ -425,115 +297,4 @@ pub struct Holding {
     pub owner: String,
     /// Its hold count.
     pub count: u64,
-}
-
-fn number(count: &Reply, keys: &Keys) -> Result<u64, Error> {
-    count.as_int().and_then(|count| u64::try_from(count).ok()).ok_or_else(|| Error::Server {
-        lock: Some(keys.display()),
-        message: format!("the hold count is not a number: {count:?}"),
-    })
-}
-
-/// How a reentrant lock's scripts are called and read.
-pub(crate) struct Reentrant;
-
-impl Kind for Reentrant {
-    fn acquire(&self, ident: &Ident, before: i64, target: i64, lease: LeaseTime) -> Call {
-        ACQUIRE
-            .batch(1)
-            .row(
-                ident.keys.name.clone(),
-                [
-                    ("owner", ident.owner.clone()),
-                    ("lease", digits(lease.millis())),
-                    ("before", digits(before)),
-                    ("target", digits(target)),
-                ],
-            )
-            .call()
-    }
-
-    fn acquired(&self, reply: Reply) -> Result<Acquired, Failure> {
-        let answer = accepted(answer(reply)?)?;
-        match answer.code {
-            1 => Ok(Acquired::Granted),
-            0 => Ok(Acquired::Held(u64::try_from(answer.number).ok().map(Duration::from_millis))),
-            2 => Ok(Acquired::Other(answer.number)),
-            _ => Err(unlisted(&answer)),
-        }
-    }
-
-    fn release(&self, ident: &Ident, leave: i64, lease: LeaseTime) -> Call {
-        RELEASE
-            .batch(1)
-            .row(
-                ident.keys.name.clone(),
-                [
-                    ("owner", ident.owner.clone()),
-                    ("channel", ident.keys.channel.clone()),
-                    ("lease", digits(lease.millis())),
-                    ("leave", digits(leave)),
-                ],
-            )
-            .call()
-    }
-
-    fn released(&self, reply: Reply) -> Result<Released, Failure> {
-        let answer = accepted(answer(reply)?)?;
-        match answer.code {
-            1 => Ok(Released::Freed),
-            0 => Ok(Released::Left),
-            2 => Ok(Released::Below(answer.number)),
-            _ => Err(unlisted(&answer)),
-        }
-    }
-
-    fn renew(&self, idents: &[Arc<Ident>], lease: LeaseTime) -> Call {
-        let millis = digits(lease.millis());
-        idents
-            .iter()
-            .fold(RENEW.batch(idents.len()), |batch, ident| {
-                let row = [("owner", ident.owner.clone()), ("lease", millis.clone())];
-                batch.row(ident.keys.name.clone(), row)
-            })
-            .call()
-    }
-
-    fn renewed(&self, reply: Reply, locks: usize) -> Result<Vec<Renewed>, Failure> {
-        let answers = answers(reply, locks)?;
-        answers
-            .into_iter()
-            .map(|answer| match (answer.code, answer.refusal) {
-                (1, _) => Ok(Renewed::Yes),
-                (0, _) => Ok(Renewed::Gone),
-                (_, Some(message)) => Ok(Renewed::Refused(message)),
-                (code, None) => Err(Failure::Unknown(format!("a code that no script answers: {code}"))),
-            })
-            .collect()
-    }
-
-    fn count(&self, ident: &Ident) -> Call {
-        COUNT.batch(1).row(ident.keys.name.clone(), [("owner", ident.owner.clone())]).call()
-    }
-
-    fn counted(&self, reply: Reply) -> Result<i64, Failure> {
-        let answer = accepted(answer(reply)?)?;
-        if answer.code == 1 { Ok(answer.number) } else { Err(unlisted(&answer)) }
-    }
-}
-
-/// Turns a refusal inside a reply into what it is.
-fn accepted(answer: Answer) -> Result<Answer, Failure> {
-    match answer {
-        Answer { code: REFUSED, refusal: Some(message), .. } => Err(Failure::Server(message)),
-        answer => Ok(answer),
-    }
-}
-
-fn unlisted(answer: &Answer) -> Failure {
-    Failure::Unknown(format!("an answer that no script gives: {answer:?}"))
-}
-
-fn digits(number: impl ToString) -> Bytes {
-    number.to_string().into()
 }
