@@ -1,9 +1,9 @@
 //! The table of what this client holds, keyed by lock entry, and the schedule of its upkeep.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Deref;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -18,6 +18,10 @@ use crate::turn::{InHand, Turns};
 /// A lock and a holder: what the renewal table is keyed by.
 type EntryKey = (Bytes, i64);
 
+/// How many forgotten holds that were lost are remembered, for an unlock to be told of: the latest of a client, and of an
+/// entry's earlier possessions. Of a task that has ended nobody will ask, and it cannot be seen that it has.
+const REMEMBERED: usize = 1_000;
+
 /// One holder's dealings with one lock.
 pub(crate) struct Entry {
     pub(crate) ident: Arc<Ident>,
@@ -25,7 +29,7 @@ pub(crate) struct Entry {
     pub(crate) turns: Arc<Turns>,
     lease: Mutex<Option<Arc<Lease>>>,
     /// Forgotten holds of earlier possessions that were lost, of which nobody has been told. They keep the entry.
-    owed: Mutex<Vec<(LostReason, EntryRef)>>,
+    owed: Mutex<VecDeque<(LostReason, EntryRef)>>,
 }
 
 impl Entry {
@@ -46,19 +50,24 @@ impl Entry {
             old.let_go();
         }
         if let Some((reason, old)) = old.and_then(|old| Some((old.lost()?, old))) {
-            self.owed.lock().extend(old.take_forgotten().into_iter().map(|entry| (reason, entry)));
+            old.take_forgotten().into_iter().for_each(|entry| self.owe(reason, entry));
         }
     }
 
     /// Remembers a hold that was lost and that no guard stands for.
     pub(crate) fn owe(&self, reason: LostReason, entry: EntryRef) {
-        self.owed.lock().push((reason, entry));
+        let oldest = {
+            let mut owed = self.owed.lock();
+            owed.push_back((reason, entry));
+            (owed.len() > REMEMBERED).then(|| owed.pop_front())
+        };
+        drop(oldest);
     }
 
     /// What an unlock has to tell that found nothing to give back: a forgotten hold that was lost is told of once, a
     /// guard's for as long as the guard is there.
     pub(crate) fn claim_loss(&self) -> Option<LostReason> {
-        let owed = self.owed.lock().pop();
+        let owed = self.owed.lock().pop_back();
         match owed {
             Some((reason, _entry)) => Some(reason),
             None => self.latest().filter(|lease| lease.held() > 0)?.lost(),
@@ -80,6 +89,8 @@ pub(crate) struct Holds {
     table: Mutex<Table>,
     schedule: Mutex<Schedule>,
     in_hand: Arc<InHand>,
+    /// Lost possessions with holds that no guard stands for, the latest last.
+    unasked: Mutex<VecDeque<Weak<Lease>>>,
     /// Signals that something is due earlier than the scheduler expects.
     pub(crate) earlier: Notify,
     ids: AtomicU64,
@@ -103,6 +114,7 @@ impl Holds {
     pub(crate) fn new(in_hand: Arc<InHand>) -> Arc<Self> {
         Arc::new(Self {
             in_hand,
+            unasked: Mutex::default(),
             table: Mutex::default(),
             schedule: Mutex::default(),
             earlier: Notify::new(),
@@ -156,6 +168,21 @@ impl Holds {
         };
         drop(unscheduled);
         removed.is_some()
+    }
+
+    /// Keeps what a lost possession has to tell of its forgotten holds, and lets go of the oldest such.
+    pub(crate) fn remember(&self, lost: &Arc<Lease>) {
+        if !lost.has_forgotten() {
+            return;
+        }
+        let oldest = {
+            let mut unasked = self.unasked.lock();
+            unasked.push_back(Arc::downgrade(lost));
+            if unasked.len() > REMEMBERED { unasked.pop_front() } else { None }
+        };
+        if let Some(oldest) = oldest.and_then(|oldest| oldest.upgrade()) {
+            drop(oldest.take_forgotten());
+        }
     }
 
     /// The possessions of a lock by any holder of this client.

@@ -270,6 +270,11 @@ impl Lease {
         drop(kept);
     }
 
+    /// Whether there is a hold that no guard stands for.
+    pub(crate) fn has_forgotten(&self) -> bool {
+        self.state.lock().holds.iter().any(|hold| hold.forgotten.is_some())
+    }
+
     /// Takes the entries that forgotten holds keep.
     pub(crate) fn take_forgotten(&self) -> Vec<EntryRef> {
         self.state.lock().holds.iter_mut().filter_map(|hold| hold.forgotten.take()).collect()

@@ -52,7 +52,12 @@ impl Hold {
             Some(_) if self.entry.ident.fresh => {}
             // Its holder has locked again since: this possession is asked for nothing any more.
             Some(reason) if !latest => self.entry.owe(reason, self.entry.clone()),
-            _ => self.lease.forget(self.id, self.entry.clone()),
+            lost => {
+                self.lease.forget(self.id, self.entry.clone());
+                if lost.is_some() {
+                    self.core.holds.remember(&self.lease);
+                }
+            }
         }
     }
 }

@@ -203,6 +203,8 @@ pub(crate) fn tell_lost(core: &Arc<Core>, lease: &Arc<Lease>, reason: LostReason
     if lease.ident.fresh {
         // No scope has its holder, so an unlock that would ask for what was forgotten is not expected.
         drop(lease.take_forgotten());
+    } else {
+        core.holds.remember(lease);
     }
     if clean {
         let entry = core.entry(&lease.ident, lease.kind);

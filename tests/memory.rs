@@ -6,7 +6,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use redisson_lock::{LockClient, LockGuard};
+use redisson_lock::{Error, HolderPolicy, LockClient, LockGuard};
 use support::server::{Server, unique, wait_until};
 use tokio::sync::Mutex;
 
@@ -85,6 +85,33 @@ async fn a_forgotten_hold_whose_lease_is_over_costs_no_memory() {
         guard.forget();
     });
     wait_until("forgotten holds leave less than 100 bytes each", LIMIT, || grown(before) < 100 * HOLDS);
+}
+
+/// Under a holder for each task an unlock may still come, and is told; but not for ever: the tasks may have ended.
+#[tokio::test(flavor = "multi_thread")]
+async fn lost_holds_that_tasks_have_forgotten_are_remembered_up_to_a_limit() {
+    const REMEMBERED: usize = 1_000;
+    let _alone = ALONE.lock().await;
+    let server = Server::start();
+    let client = LockClient::builder().holder_policy(HolderPolicy::PerTask).connect(&server.url()).await.unwrap();
+    let forget = async |count: usize| {
+        for _ in 0..count {
+            let lock = client.lock(unique("stock"));
+            let locked = async move { lock.lock().lease(Duration::from_millis(500)).await.unwrap().forget() };
+            tokio::spawn(locked).await.unwrap();
+        }
+        wait_until("the server has forgotten them", LIMIT, || keys(&server) == 0);
+    };
+    forget(2 * REMEMBERED).await;
+    let before = ALLOCATED.load(Ordering::Relaxed);
+    forget(2 * REMEMBERED).await;
+    wait_until("as many are remembered as before", LIMIT, || grown(before) < 100 * REMEMBERED);
+    // This very task is among the latest.
+    let lock = client.lock(unique("stock"));
+    lock.lock().lease(Duration::from_millis(100)).await.unwrap().forget();
+    wait_until("its lease is over", LIMIT, || keys(&server) == 0);
+    assert!(matches!(lock.unlock().await, Err(Error::Lost { .. })));
+    assert!(matches!(lock.unlock().await, Err(Error::NotHeld { .. })));
 }
 
 fn keys(server: &Server) -> usize {

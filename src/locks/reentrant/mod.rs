@@ -113,7 +113,7 @@ impl ReentrantLock {
     ///
     /// # Errors
     /// * [`Error::NotHeld`]: there is no current holder, or it has no hold that could be given back here.
-    /// * [`Error::Lost`]: the hold was lost before.
+    /// * [`Error::Lost`]: the hold was lost before. Of forgotten holds that were lost a client remembers the latest thousand.
     /// * [`Error::Unknown`], [`Error::Connection`], [`Error::Server`], [`Error::Closed`]: as for
     ///   [`LockGuard::unlock`](crate::LockGuard::unlock).
     ///
