@@ -9,6 +9,8 @@ use std::fmt;
 use bytes::Bytes;
 
 mod client;
+mod frames;
+mod keeper;
 mod line;
 mod pubsub;
 mod settings;

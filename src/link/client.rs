@@ -2,18 +2,18 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
 
 use bytes::Bytes;
 use fred::error::ErrorKind;
 use fred::interfaces::ClientLike;
-use fred::types::config::Options;
-use fred::types::{ClusterHash, CustomCommand, Resp3Frame, Value};
+use fred::types::{ClusterHash, CustomCommand, Value};
 use futures::FutureExt;
 use parking_lot::RwLock;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
+use super::frames::read;
+use super::keeper::{Identity, identify, keep};
 use super::line::Line;
 use super::settings::Reconnect;
 use super::{Call, Failure, Reply, Settings, What};
@@ -34,30 +34,23 @@ pub(crate) struct Link {
     keeper: JoinHandle<()>,
 }
 
-struct Shared {
-    settings: Settings,
+pub(super) struct Shared {
+    pub(super) settings: Settings,
     /// `None` while there is no connection to be trusted.
-    line: RwLock<Option<Arc<Numbered>>>,
-    distrusted: AtomicU64,
-    mend: Notify,
+    pub(super) line: RwLock<Option<Arc<Numbered>>>,
+    pub(super) distrusted: AtomicU64,
+    pub(super) mend: Notify,
     /// Signals a new connection, or the end.
-    ready: Notify,
+    pub(super) ready: Notify,
     tickets: AtomicU64,
     closed: AtomicBool,
 }
 
-struct Numbered {
-    number: u64,
-    line: Line,
+pub(super) struct Numbered {
+    pub(super) number: u64,
+    pub(super) line: Line,
     /// As the server knows it; `None` if it does not say.
-    identity: Option<Identity>,
-}
-
-/// A connection, as the server names it. Numbers begin anew when a server restarts, so the address goes along.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Identity {
-    id: String,
-    address: String,
+    pub(super) identity: Option<Identity>,
 }
 
 impl Link {
@@ -199,7 +192,12 @@ impl Shared {
             .unwrap_or_else(|_| Err(Failure::NotSent("the connection is lost, and there is no new one yet".into())))
     }
 
-    async fn send(&self, line: &Numbered, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
+    pub(super) async fn send(
+        &self,
+        line: &Numbered,
+        command: CustomCommand,
+        args: Vec<Value>,
+    ) -> Result<Reply, Failure> {
         let outcome = say(&line.line, command, args).await;
         if let Err(Failure::Unknown(detail)) = &outcome {
             self.distrust(line.number, detail);
@@ -216,10 +214,10 @@ impl Shared {
     }
 }
 
-const LOST: &str = "the connection was lost before the reply";
+pub(super) const LOST: &str = "the connection was lost before the reply";
 
 /// Makes a call on a line.
-async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
+pub(super) async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
     // Boxed, because it is large and every future around it would carry it along.
     let call = line.client().custom_raw(command, args).boxed();
     let outcome = tokio::select! {
@@ -243,112 +241,6 @@ async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -> Result<Re
         .and_then(read)
 }
 
-/// Watches the connection: its end, calls that distrust it, and its silence while nobody calls. Replaces it.
-async fn keep(shared: Arc<Shared>) {
-    let period = shared.settings.command_timeout().max(Duration::from_millis(100));
-    // The connections whose late calls are not ruled out yet.
-    let mut unfenced = Vec::new();
-    loop {
-        let Some(line) = shared.line.read().clone() else { return };
-        tokio::select! {
-            () = shared.mend.notified() => {}
-            () = line.line.ended() => {}
-            // What is wrong with the connection is found out by sending; a refusal is an answer, too. Dropped as soon as
-            // somebody else finds it out.
-            () = async {
-                tokio::time::sleep(period).await;
-                let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
-                let _ = shared.send(&line, ping, Vec::new()).await;
-            } => {}
-        }
-        if !line.line.has_ended() && shared.distrusted.load(Ordering::Acquire) < line.number {
-            continue;
-        }
-        let number = line.number + 1;
-        // From now on calls are not sent; those under way end with the line.
-        let old = shared.line.write().take();
-        unfenced.extend(line.identity.clone());
-        line.line.end();
-        drop((old, line));
-        let (line, identity) = replacement(&shared.settings, &mut unfenced).await;
-        *shared.line.write() = Some(Arc::new(Numbered { number, line, identity }));
-        shared.ready.notify_waiters();
-    }
-}
-
-/// Opens a new connection, and rules out the old ones. Tries for as long as it takes.
-async fn replacement(settings: &Settings, unfenced: &mut Vec<Identity>) -> (Line, Option<Identity>) {
-    const FIRST_PAUSE: Duration = Duration::from_millis(5);
-    let mut pause = FIRST_PAUSE;
-    let mut told = false;
-    loop {
-        match Line::open(settings, Reconnect::Never).await {
-            Ok(line) => {
-                // One that fails here was asked nothing, so nothing of it has to be ruled out.
-                if let Ok(identity) = identify(&line, settings).await {
-                    if fence(&line, unfenced).await {
-                        return (line, identity);
-                    }
-                }
-                // The server is there.
-                pause = FIRST_PAUSE;
-            }
-            Err(error) if !told => {
-                told = true;
-                tracing::warn!(%error, "the server cannot be reached; trying again until it can");
-            }
-            Err(_) => {}
-        }
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(crate::retry::LONGEST);
-    }
-}
-
-/// Has the server close old connections, so that nothing that was sent on them is run from now on. `false` if that is
-/// not known and has to be tried again.
-async fn fence(line: &Line, unfenced: &mut Vec<Identity>) -> bool {
-    while let Some(old) = unfenced.last() {
-        let kill = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
-        let args = ["KILL", "ID", &old.id, "ADDR", &old.address].map(Value::from).to_vec();
-        match say(line, kill, args).await {
-            Ok(_) => {}
-            Err(failure) if failure.is_passing() => return false,
-            Err(failure) => {
-                tracing::debug!(%failure, "an old connection's late calls cannot be ruled out");
-            }
-        }
-        unfenced.pop();
-    }
-    true
-}
-
-/// Asks the server how it names a connection; `None` if it will not say (ACL, Redis before 6.2).
-///
-/// A part of connecting, so it has as long as that.
-async fn identify(line: &Line, settings: &Settings) -> Result<Option<Identity>, Failure> {
-    let info = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
-    let options = Options { timeout: Some(settings.connect_timeout()), ..Default::default() };
-    let patient = line.client().with_options(&options);
-    let call = patient.custom_raw(info, vec![Value::from_static_str("INFO")]);
-    let outcome = tokio::select! {
-        biased;
-        outcome = call => outcome,
-        () = line.ended() => return Err(Failure::Unknown(LOST.into())),
-    };
-    match outcome.map(read) {
-        Ok(Ok(Reply::Text(info))) => {
-            let info = String::from_utf8_lossy(&info);
-            let field = |name: &str| info.split_whitespace().find_map(|field| field.strip_prefix(name));
-            Ok(field("id=")
-                .zip(field("addr="))
-                .map(|(id, address)| Identity { id: id.into(), address: address.into() }))
-        }
-        Ok(Err(Failure::Server(_))) => Ok(None),
-        Ok(Ok(_) | Err(_)) => Err(Failure::Unknown("the answer to CLIENT INFO is none".into())),
-        Err(problem) => Err(Failure::Unknown(problem.to_string())),
-    }
-}
-
 /// Refuses a server that has only a part of the keys, or none. One that will not say (ACL) is taken for a lone one.
 async fn refuse_cluster(line: &Line) -> Result<(), Error> {
     let info = CustomCommand::new_static("INFO", ClusterHash::Random, false);
@@ -366,38 +258,5 @@ async fn refuse_cluster(line: &Line) -> Result<(), Error> {
             problem: format!("the server runs in the mode {mode}, which is not supported yet"),
             allowed: "a server that stands alone",
         }),
-    }
-}
-
-/// Turns the client library's frame into a reply.
-pub(super) fn read(frame: Resp3Frame) -> Result<Reply, Failure> {
-    let text = |data: &[u8]| String::from_utf8_lossy(data).into_owned();
-    match frame {
-        Resp3Frame::SimpleError { data, .. } => Err(Failure::Server(data.to_string())),
-        Resp3Frame::BlobError { data, .. } => Err(Failure::Server(text(&data))),
-        frame => Ok(value(frame)),
-    }
-}
-
-fn value(frame: Resp3Frame) -> Reply {
-    match frame {
-        Resp3Frame::Number { data, .. } => Reply::Int(data),
-        Resp3Frame::Boolean { data, .. } => Reply::Int(i64::from(data)),
-        Resp3Frame::BlobString { data, .. }
-        | Resp3Frame::SimpleString { data, .. }
-        | Resp3Frame::BigNumber { data, .. }
-        | Resp3Frame::VerbatimString { data, .. } => Reply::Text(data),
-        Resp3Frame::Array { data, .. } | Resp3Frame::Push { data, .. } => {
-            Reply::List(data.into_iter().map(value).collect())
-        }
-        Resp3Frame::Set { data, .. } => Reply::List(data.into_iter().map(value).collect()),
-        Resp3Frame::Map { data, .. } => {
-            Reply::List(data.into_iter().flat_map(|(key, item)| [value(key), value(item)]).collect())
-        }
-        // An error inside an array stays readable.
-        Resp3Frame::SimpleError { data, .. } => Reply::Text(Bytes::from(data.to_string())),
-        Resp3Frame::BlobError { data, .. } => Reply::Text(data),
-        Resp3Frame::Double { data, .. } => Reply::Text(Bytes::from(data.to_string())),
-        _ => Reply::Nil,
     }
 }

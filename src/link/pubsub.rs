@@ -10,7 +10,7 @@ use fred::types::{ClusterHash, CustomCommand, Value};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::task::JoinHandle;
 
-use super::client::read;
+use super::frames::read;
 use super::line::Line;
 use super::settings::Reconnect;
 use super::{Failure, Reply, Settings};
