@@ -53,6 +53,7 @@
 #![warn(missing_docs)]
 
 mod acquire;
+mod attempt;
 mod background;
 mod client;
 mod config;
