@@ -225,8 +225,10 @@ impl Waiter {
     }
 
     /// What was granted while the request was not polled has been given back.
-    fn again(&self) -> Result<(), Error> {
+    fn again(&mut self) -> Result<(), Error> {
         self.core.ensure_open()?;
+        // However long ago its wait time was over: that somebody else holds the lock is not known.
+        self.asked = false;
         tracing::warn!(
             lock = %self.entry.ident.lock(),
             owner = %self.entry.ident.owner(),

@@ -96,6 +96,23 @@ async fn a_lock_that_a_parked_request_was_granted_is_given_back() {
     timeout(LIMIT, parked).await.expect("it was forgotten").unwrap().unlock().await.unwrap();
 }
 
+/// Its wait time is over, but nobody else has the lock.
+#[tokio::test]
+async fn a_parked_request_is_not_told_of_others_that_are_not_there() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::builder().command_timeout(ms(200)).connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let name = lock.name().unwrap();
+    for wait in [Duration::ZERO, ms(100)] {
+        let parked = park(lock.try_lock().wait(wait));
+        until("it was granted", || exists(&mut redis, &name)).await;
+        until("it was given back", || !exists(&mut redis, &name)).await;
+        let told = timeout(LIMIT, parked).await.expect("it was forgotten").unwrap();
+        told.expect("nobody has the lock").unlock().await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn a_parked_request_that_is_dropped_leaves_nothing() {
     let server = Server::start();
