@@ -7,6 +7,8 @@
 mod actor;
 #[path = "chaos/attempts.rs"]
 mod attempts;
+#[path = "chaos/claims.rs"]
+mod claims;
 #[path = "chaos/faults.rs"]
 mod faults;
 #[path = "chaos/held.rs"]
@@ -22,6 +24,10 @@ mod report;
 #[path = "chaos/run.rs"]
 mod run;
 mod support;
+#[path = "chaos/wakeups.rs"]
+mod wakeups;
+#[path = "chaos/words.rs"]
+mod words;
 #[path = "chaos/worker.rs"]
 mod worker;
 
