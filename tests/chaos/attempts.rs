@@ -24,10 +24,18 @@ pub struct Attempt {
     pub ended: Option<(Nanos, bool)>,
     /// Whether it was told that somebody else holds the lock.
     pub contended: bool,
-    pub lost: Option<Nanos>,
+    pub lost: Option<Loss>,
     pub giving: Option<Nanos>,
     pub gave: Option<(Nanos, String)>,
     pub sections: Vec<Section>,
+}
+
+/// A loss that its holder was told.
+#[derive(Debug, Clone)]
+pub struct Loss {
+    pub at: Nanos,
+    /// Whether by the holder's clock: no renewal was confirmed in time, or its lease was fixed. Otherwise the server said so.
+    pub expired: bool,
 }
 
 /// A guarded read and write of the lock's register.
@@ -110,7 +118,8 @@ impl<'a> Story<'a> {
             (Some((at, false)), ..) => Some(at),
             (None, gave, giving) => gave.as_ref().map(|(at, _)| *at).or(giving),
         };
-        let settled = unclear_since.map(|since| self.settled(attempt.process, since.max(attempt.lost.unwrap_or(0))));
+        let settled = unclear_since
+            .map(|since| self.settled(attempt.process, since.max(attempt.lost.as_ref().map_or(0, |lost| lost.at))));
         match (settled, self.killed(attempt.process)) {
             (Some(settled), Some(killed)) if settled <= killed => settled,
             (_, Some(killed)) => self.expired(attempt.process, killed),
@@ -177,7 +186,10 @@ impl Attempt {
             }
             Event::Unknown { .. } | Event::Cancelled => self.ended = Some((at, false)),
             Event::Sure { remaining } => self.say(at, *remaining),
-            Event::Lost { .. } => self.lost = Some(self.lost.map_or(at, |lost| lost.min(at))),
+            Event::Lost { reason } => {
+                // It is told once, but a `run` has several who hear.
+                self.lost.get_or_insert_with(|| Loss { at, expired: reason == "Expired" });
+            }
             Event::Giving { .. } => self.giving = Some(at),
             Event::Gave { outcome } => self.gave = Some((at, outcome.clone())),
             Event::SectionBegan => self.sections.push(Section { began: at, ended: None }),

@@ -67,7 +67,7 @@ pub fn told(story: &Story, found: &mut Vec<Violation>) {
             let Some(by) = rival.granted.map(|rival| rival + TOLD) else { continue };
             let stood = |fault: &&Fault| fault.kind.starts_with("worker") && fault.from < by && fault.to > granted;
             let ran = story.faults_of(holder.process).find(stood).is_none();
-            let heard = holder.lost.is_some_and(|lost| lost <= by);
+            let heard = holder.lost.as_ref().is_some_and(|lost| lost.at <= by);
             if ran && !heard && gone.is_none_or(|gone| gone > by) {
                 let what = format!("lock {lock}: {} did not hear that {} was granted it", name(holder), name(rival));
                 found.push(Violation { rule: Rule::NotTold, at: by, what });

@@ -15,8 +15,9 @@
 //! **Truth.** The server never has more holds of an owner than attempts of that owner that may be there: not one that was
 //! told to have failed, or to be given back, not for a moment; one whose end is not known until its process has been
 //! without a fault for two seconds. No key is without an expiry. The counts that are told are right. No unlock
-//! succeeds after the loss was told; none is told to be lost that the server has, without a fault; and nobody is told of
-//! contention where nobody else is.
+//! succeeds after the loss was told, and nobody is sure after it. A loss by the holder's clock never comes before the time that was
+//! told to be sure, and, where there was no fault, not while the server's lease goes on for long; any other loss never comes while
+//! the server has the lock for the holder. Nobody is told of contention where nobody else is.
 //!
 //! **Wake-ups.** While a lock is free whenever one looks, nobody waits for it for longer than a second and a half, unless
 //! there is a fault, or was in the second and a half before. The bound is far below the re-check interval of those

@@ -17,8 +17,7 @@ impl Tale {
     }
 
     fn invoked(self, at: Nanos, process: u64, attempt: u64) -> Self {
-        let invoked = Event::Invoked { lock: 0, owner: owner(process), how: "lock".into(), lease: 2_000 * MS };
-        self.line(at, process, attempt, invoked)
+        self.line(at, process, attempt, invoked(process))
     }
 
     /// An acquire that is granted at once, and sure for two seconds.
@@ -69,6 +68,10 @@ impl Tale {
     }
 }
 
+fn invoked(process: u64) -> Event {
+    Event::Invoked { lock: 0, owner: owner(process), how: "lock".into(), lease: 2_000 * MS }
+}
+
 fn owner(process: u64) -> String {
     format!("client:{process}")
 }
@@ -77,7 +80,7 @@ fn owner(process: u64) -> String {
 fn a_clean_history_is_not_accused() {
     Tale::default()
         .granted(100, 1, 1)
-        .line(120, 1, 2, Event::Invoked { lock: 0, owner: owner(1), how: "lock".into(), lease: 2_000 * MS })
+        .invoked(120, 1, 2)
         .line(125, 1, 2, Event::Granted { remaining: 2_000 * MS })
         .line(126, 1, 2, Event::Count { expected: 2, found: 2 })
         .section(130, 140, 1, 1, 0, true)
@@ -213,7 +216,7 @@ fn a_wrong_count_is_found() {
 
 #[test]
 fn an_unlock_that_succeeds_after_the_loss_was_told_is_found() {
-    let lost = Event::Lost { reason: "Expired".into() };
+    let lost = Event::Lost { reason: "Gone".into() };
     let tale = |told| Tale::default().granted(100, 1, 1).line(told, 1, 1, lost.clone()).gave(400, 1, 1, "ok");
     tale(300).breaks(&[Rule::Lie]);
     tale(401).breaks(&[]);
@@ -272,8 +275,65 @@ fn an_unlock_that_says_lost_and_was_not_is_a_lie() {
             .server(406, 5_000, &[])
     };
     tale("lost").breaks(&[Rule::Lie]);
-    tale("lost").fault(350, 360, "keys deleted", None).breaks(&[]);
+    // No fault makes it one.
+    tale("lost").fault(350, 360, "CLIENT KILL", None).breaks(&[Rule::Lie]);
     tale("ok").breaks(&[]);
+}
+
+/// A loss that is told at 400 or later, and a server that has the lock for its holder until then.
+fn told_at(at: Nanos, reason: &str) -> Tale {
+    let lost = Event::Lost { reason: reason.into() };
+    let tale = Tale::default().granted(100, 1, 1).line(at, 1, 1, lost).gave(at + 100, 1, 1, "lost");
+    tale.server(0, 90, &[]).server(100, at, &[(1, 1)])
+}
+
+#[test]
+fn a_loss_that_was_none_is_a_lie() {
+    told_at(400, "Gone").breaks(&[Rule::Lie]);
+    told_at(400, "ForceUnlocked").breaks(&[Rule::Lie]);
+    // It was said to be sure until 2100.
+    told_at(400, "Expired").breaks(&[Rule::Lie]);
+    told_at(400, "Expired").fault(200, 390, "both ways held", Some(1)).breaks(&[Rule::Lie]);
+    // The server's lease goes on for two seconds more, as after a renewal.
+    told_at(6_500, "Expired").breaks(&[Rule::Lie]);
+    told_at(6_500, "Gone").breaks(&[Rule::Lie]);
+}
+
+#[test]
+fn a_loss_that_may_be_one_is_none_of_a_lie() {
+    // The reply to the renewal may have been lost.
+    told_at(6_500, "Expired").fault(2_000, 2_010, "both ways held", Some(1)).breaks(&[]);
+    // The lease that the server has is about to end.
+    let mut tale = told_at(2_150, "Expired");
+    tale.0.samples.iter_mut().flat_map(|sample| &mut sample.held).for_each(|key| key.pttl = 900);
+    tale.0.samples.retain(|sample| sample.from > 2_000 * MS);
+    tale.breaks(&[]);
+    // The server did not have it.
+    let lost = Event::Lost { reason: "Gone".into() };
+    let gone = |tale: Tale| tale.granted(100, 1, 1).line(400, 1, 1, lost.clone()).gave(405, 1, 1, "lost");
+    let tale = Tale::default().server(100, 390, &[(1, 1)]);
+    gone(tale.server(390, 400, &[])).breaks(&[Rule::Unfounded]);
+    // It was last looked at long ago.
+    gone(Tale::default().server(100, 200, &[(1, 1)])).breaks(&[]);
+    // Somebody with the same holder acquired it at that very time.
+    let tale = gone(Tale::default().server(100, 400, &[(1, 1)])).invoked(350, 1, 2);
+    tale.line(402, 1, 2, Event::Granted { remaining: 2_000 * MS }).gave(430, 1, 2, "ok").breaks(&[]);
+}
+
+#[test]
+fn a_holder_that_is_sure_after_its_loss_is_found() {
+    let tale = |at| {
+        let lost = Event::Lost { reason: "Expired".into() };
+        let tale = Tale::default().granted(100, 1, 1).line(2_150, 1, 1, lost).line(
+            at,
+            1,
+            1,
+            Event::Sure { remaining: 50 * MS },
+        );
+        tale.gave(2_300, 1, 1, "lost")
+    };
+    tale(2_200).breaks(&[Rule::Lie]);
+    tale(2_050).breaks(&[]);
 }
 
 #[test]

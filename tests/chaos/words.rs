@@ -2,12 +2,18 @@
 
 use std::collections::HashMap;
 
-use super::attempts::{Attempt, Story};
+use super::attempts::{Attempt, Loss, Story};
 use super::history::{Event, MS, Nanos};
 use super::judge::{Rule, TOLD, Violation, name};
 
-/// For how long there must have been no fault, if a loss is to have no reason.
+/// For how long there must have been no fault, if every renewal is to have had its reply.
 const CALM: Nanos = 5_000 * MS;
+
+/// What a lease that was not renewed in time has left on the server at most: its margin, and what a busy machine takes.
+const UNPROVED: Nanos = 1_000 * MS;
+
+/// How old a look at the server may be.
+const RECENT: Nanos = 100 * MS;
 
 /// Whether the server has more than its holders can have.
 pub fn truth(story: &Story, found: &mut Vec<Violation>) {
@@ -47,7 +53,7 @@ pub fn truth(story: &Story, found: &mut Vec<Violation>) {
 /// Whether what was told is so.
 pub fn words(story: &Story, found: &mut Vec<Violation>) {
     for attempt in &story.attempts {
-        if let Some(at) = lost_without_reason(story, attempt) {
+        if let Some(at) = false_loss(story, attempt) {
             let what = format!("lock {}: {} was told to be lost, and the server had it", attempt.lock, name(attempt));
             found.push(Violation { rule: Rule::Lie, at, what });
         }
@@ -55,9 +61,15 @@ pub fn words(story: &Story, found: &mut Vec<Violation>) {
             let what = format!("lock {}: {} was told of contention, and nobody was there", attempt.lock, name(attempt));
             found.push(Violation { rule: Rule::Lie, at, what });
         }
+        let sure_after =
+            |lost: &Loss| attempt.said.iter().find(|(at, until)| *at > lost.at && until > at).map(|said| said.0);
+        if let Some(at) = attempt.lost.as_ref().and_then(sure_after) {
+            let what = format!("lock {}: {} was sure after it was told to have lost", attempt.lock, name(attempt));
+            found.push(Violation { rule: Rule::Lie, at, what });
+        }
         let confirmed = attempt.gave.as_ref().filter(|(_, outcome)| outcome == "ok");
-        if let (Some((at, _)), Some(lost), Some(giving)) = (confirmed, attempt.lost, attempt.giving) {
-            if lost < giving {
+        if let (Some((at, _)), Some(lost), Some(giving)) = (confirmed, &attempt.lost, attempt.giving) {
+            if lost.at < giving {
                 let what = format!("lock {}: {} was lost, and its unlock succeeded", attempt.lock, name(attempt));
                 found.push(Violation { rule: Rule::Lie, at: *at, what });
             }
@@ -78,16 +90,43 @@ pub fn words(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
-/// When an unlock said that the lock was lost, although its own claim went on, the server had it just before, and there had
-/// been no fault for long.
-fn lost_without_reason(story: &Story, attempt: &Attempt) -> Option<Nanos> {
-    let (at, giving) = (attempt.gave.as_ref().filter(|(_, outcome)| outcome == "lost")?.0, attempt.giving?);
-    let calm = giving.saturating_sub(CALM);
-    let faulty = story.faults_of(attempt.process).any(|fault| fault.from <= at && fault.to >= calm);
-    let last = story.history.samples.iter().rev().find(|sample| sample.to <= giving)?;
-    let recent = giving - last.to < 100 * MS;
-    let had = last.held.iter().any(|key| key.lock == attempt.lock && key.owner == attempt.owner);
-    (!faulty && recent && had && attempt.sure_until > at).then_some(at)
+/// When somebody was told of a loss that was none.
+fn false_loss(story: &Story, attempt: &Attempt) -> Option<Nanos> {
+    let unlock = attempt.gave.as_ref().filter(|(_, outcome)| outcome == "lost");
+    let (asked, at, by_clock) = match (&attempt.lost, unlock) {
+        (Some(lost), _) => (lost.at, lost.at, Some(lost.expired)),
+        (None, Some((at, _))) => (attempt.giving?, *at, None),
+        (None, None) => return None,
+    };
+    // The clock takes back no time that was told, whatever the network does.
+    let claimed = attempt.sure_until > at;
+    let goes_on_until = server_has_it_until(story, attempt, asked, at);
+    let had = goes_on_until.is_some_and(|until| until > at);
+    let false_loss = match by_clock {
+        Some(true) => claimed || (calm(story, attempt, at) && goes_on_until.is_some_and(|until| until > at + UNPROVED)),
+        Some(false) => had,
+        None => claimed && had,
+    };
+    false_loss.then_some(at)
+}
+
+/// Until when the server had promised the hold when it was last looked at, shortly before a loss was told. `None` if it did not
+/// have it, or if the holder may have lost it and come back by then.
+fn server_has_it_until(story: &Story, attempt: &Attempt, asked: Nanos, told: Nanos) -> Option<Nanos> {
+    let samples = &story.history.samples;
+    let look = samples[..samples.partition_point(|sample| sample.to <= asked)].last()?;
+    let key = look.held.iter().find(|key| key.lock == attempt.lock && key.owner == attempt.owner)?;
+    let recent = look.from >= attempt.granted? && asked - look.to < RECENT;
+    let mut same = story.attempts.iter().filter(|other| (other.lock, &other.owner) == (attempt.lock, &attempt.owner));
+    let came_back = same.any(|other| {
+        let until = other.granted.unwrap_or_else(|| story.may_hold_until(other));
+        !std::ptr::eq(other, attempt) && other.invoked <= told && until.saturating_add(TOLD) > told
+    });
+    (recent && !came_back).then(|| look.from + Nanos::try_from(key.pttl).unwrap_or(0) * MS)
+}
+
+fn calm(story: &Story, attempt: &Attempt, at: Nanos) -> bool {
+    !story.faults_of(attempt.process).any(|fault| fault.from <= at && fault.to + CALM >= at)
 }
 
 /// When an acquire was told that somebody else holds the lock, although nobody else had to do with it.
