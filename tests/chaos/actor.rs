@@ -7,6 +7,7 @@ use rand::Rng;
 use rand::rngs::StdRng;
 use redis::aio::MultiplexedConnection;
 use redisson_lock::{Error, Holder, HolderExt, LockClient, ReentrantLock};
+use tokio::task::yield_now;
 use tokio::time::sleep;
 
 use super::held::{Asked, Held, refused, unless_leaving};
@@ -266,8 +267,17 @@ impl Actor {
                 recorder.record(now(), attempt, Event::SectionBegan);
                 read = self.raise(want.lock).await.map(|read| (now(), read));
             }
-            sleep(time).await;
-            (now(), read)
+            let until = now() + time.as_nanos() as Nanos;
+            loop {
+                recorder.record(now(), attempt, Event::Worked);
+                // The next step is one of its own, also where the time for it has come already.
+                yield_now().await;
+                let left = Duration::from_nanos(until.saturating_sub(now()));
+                if left.is_zero() {
+                    break (now(), read);
+                }
+                sleep(left.min(Duration::from_millis(25))).await;
+            }
         };
         let request = lock.run(guarded);
         let request = if let Some(wait) = want.wait { request.wait(wait) } else { request };

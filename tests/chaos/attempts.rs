@@ -28,6 +28,8 @@ pub struct Attempt {
     pub giving: Option<Nanos>,
     pub gave: Option<(Nanos, String)>,
     pub sections: Vec<Section>,
+    /// When the future of a `run` took a step.
+    pub steps: Vec<Nanos>,
 }
 
 /// A loss that its holder was told.
@@ -192,6 +194,7 @@ impl Attempt {
             }
             Event::Giving { .. } => self.giving = Some(at),
             Event::Gave { outcome } => self.gave = Some((at, outcome.clone())),
+            Event::Worked => self.steps.push(at),
             Event::SectionBegan => self.sections.push(Section { began: at, ended: None }),
             Event::SectionEnded { read, proven } => {
                 if let Some(section) = self.sections.last_mut() {

@@ -76,6 +76,24 @@ pub fn told(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
+/// Whether the futures of `run` were stopped. The step in which a rival's grant falls may have been begun before it; none is
+/// begun after it, however late the process gets to it, because the clock is asked before each.
+pub fn stopped(story: &Story, found: &mut Vec<Violation>) {
+    for lock in 0..locks(story) {
+        let grants = sure_of(story, lock);
+        for run in story.attempts.iter().filter(|attempt| attempt.lock == lock && attempt.steps.len() > 1) {
+            let Some(granted) = run.granted else { continue };
+            let mut later = grants[grants.partition_point(|(from, ..)| *from <= granted)..].iter();
+            let Some((taken, _, rival)) = later.find(|(.., other)| other.owner != run.owner) else { continue };
+            if let Some(at) = run.steps.iter().filter(|step| *step >= taken).nth(1) {
+                let (run, rival, ms) = (name(run), name(rival), (at - taken) / MS);
+                let what = format!("lock {lock}: {run} went on {ms} ms after {rival} was granted it");
+                found.push(Violation { rule: Rule::NotStopped, at: *at, what });
+            }
+        }
+    }
+}
+
 /// Whether each guarded section found what the one before it wrote.
 pub fn register(story: &Story, found: &mut Vec<Violation>) {
     for lock in 0..locks(story) {

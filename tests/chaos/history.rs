@@ -50,6 +50,8 @@ pub enum Event {
     SectionBegan,
     /// It has read that number and written the next one; `proven` if the lock was held until now.
     SectionEnded { read: u64, proven: bool },
+    /// The future of a `run` takes a step: what it would do now others would see.
+    Worked,
     /// The process has finished all its operations, and has that many tasks more than before it made its client.
     Ended { tasks: u64, shutdown: String },
 }
@@ -154,6 +156,7 @@ impl Line {
             Event::Count { expected, found } => ("count", json!({ "expected": expected, "found": found })),
             Event::SectionBegan => ("section", json!({})),
             Event::SectionEnded { read, proven } => ("section ended", json!({ "read": read, "proven": proven })),
+            Event::Worked => ("worked", json!({})),
             Event::Ended { tasks, shutdown } => ("ended", json!({ "tasks": tasks, "why": shutdown })),
         };
         fields["at"] = self.at.into();
@@ -186,6 +189,7 @@ impl Line {
             "count" => Event::Count { expected: number("expected")?, found: number("found")? },
             "section" => Event::SectionBegan,
             "section ended" => Event::SectionEnded { read: number("read")?, proven: value["proven"].as_bool()? },
+            "worked" => Event::Worked,
             "ended" => Event::Ended { tasks: number("tasks")?, shutdown: word("why")? },
             _ => return None,
         };
@@ -243,6 +247,7 @@ fn what_is_written_is_read_again() {
         Event::Count { expected: 2, found: 1 },
         Event::SectionBegan,
         Event::SectionEnded { read: 7, proven: true },
+        Event::Worked,
         Event::Ended { tasks: 0, shutdown: "ok".into() },
     ];
     let recorder = Recorder::open(&path, 102);

@@ -12,6 +12,9 @@
 //! **Told.** Where a rival was granted the lock, the holder has heard `lost()` by then; a second is allowed for the
 //! writing down, and the process must have run in it.
 //!
+//! **Stopped.** The future of a `run` begins no step after a rival's grant was returned. The step that is under way then may
+//! end; it is told by the next one, and no time is allowed for that: a process that stood still looks at the clock first.
+//!
 //! **Truth.** The server never has more holds of an owner than attempts of that owner that may be there: not one that was
 //! told to have failed, or to be given back, not for a moment; one whose end is not known until its process has been
 //! without a fault for two seconds. No key is without an expiry. The counts that are told are right. No unlock
@@ -32,7 +35,7 @@
 use std::fmt;
 
 use super::attempts::{Attempt, Story};
-use super::claims::{exclusion, register, server, told};
+use super::claims::{exclusion, register, server, stopped, told};
 use super::history::{History, MS, Nanos};
 use super::wakeups::wakeups;
 use super::words::{truth, words};
@@ -48,6 +51,8 @@ pub enum Rule {
     Unfounded,
     /// A holder did not hear that it had lost.
     NotTold,
+    /// A guarded future went on after a rival had the lock.
+    NotStopped,
     /// The server has a hold that nobody can have, or too many.
     Leak,
     /// A key has no expiry.
@@ -85,6 +90,7 @@ pub fn judge(history: &History) -> Vec<Violation> {
     server(&story, &mut found);
     truth(&story, &mut found);
     told(&story, &mut found);
+    stopped(&story, &mut found);
     words(&story, &mut found);
     wakeups(&story, &mut found);
     register(&story, &mut found);

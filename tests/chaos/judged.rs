@@ -160,6 +160,24 @@ fn a_holder_that_did_not_hear_of_its_loss_is_found() {
 }
 
 #[test]
+fn a_run_that_goes_on_after_a_rivals_grant_is_found() {
+    let tale = |steps: &[Nanos]| {
+        let run = Event::Invoked { lock: 0, owner: owner(1), how: "run".into(), lease: 2_000 * MS };
+        let tale = Tale::default().line(95, 1, 1, run).line(100, 1, 1, Event::Granted { remaining: 0 });
+        let tale = steps.iter().fold(tale, |tale, at| tale.line(*at, 1, 1, Event::Worked));
+        let lost = Event::Lost { reason: "Expired".into() };
+        let tale = tale.line(2_700, 1, 1, lost).line(2_700, 1, 1, Event::Unknown { why: "lost".into() });
+        tale.granted(2_200, 2, 1).gave(2_300, 2, 1, "ok")
+    };
+    // The step at 2201 was begun before the grant.
+    tale(&[150, 2_150, 2_201]).breaks(&[]);
+    tale(&[150, 2_150, 2_201, 2_230]).breaks(&[Rule::NotStopped]);
+    // Not even a process that stood still begins another.
+    tale(&[150, 2_601, 2_602]).fault(160, 2_600, "worker stopped (SIGSTOP)", Some(1)).breaks(&[Rule::NotStopped]);
+    tale(&[150, 2_601]).fault(160, 2_600, "worker stopped (SIGSTOP)", Some(1)).breaks(&[]);
+}
+
+#[test]
 fn a_hold_that_nobody_has_is_found() {
     let tale = || Tale::default().granted(100, 1, 1).gave(200, 1, 1, "ok");
     tale().server(300, 310, &[(1, 1)]).breaks(&[Rule::Leak]);
