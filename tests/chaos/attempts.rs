@@ -163,10 +163,10 @@ impl<'a> Story<'a> {
         arrived + self.longest_lease + 1_000 * MS
     }
 
-    /// The faults that concern a process, in the order of their beginnings.
+    /// The faults that a process has met, in the order of their beginnings.
     pub fn faults_of(&self, process: u64) -> impl Iterator<Item = &'a Fault> {
         let slot = slot_of(process);
-        self.history.faults.iter().filter(move |fault| fault.slot.is_none_or(|of| of == slot))
+        self.history.faults.iter().filter(move |fault| fault.met && fault.slot.is_none_or(|of| of == slot))
     }
 }
 

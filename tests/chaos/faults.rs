@@ -95,11 +95,6 @@ impl Kind {
             || self.is_control()
     }
 
-    /// Whether it waits for a call, whose reply it then meets.
-    fn is_fate(self) -> bool {
-        matches!(self, Kind::SwallowReply(_) | Kind::CloseOnReply(_) | Kind::CutReply(_))
-    }
-
     /// Whether the judge has to find something after it. He is not told of such a fault.
     pub fn is_control(self) -> bool {
         matches!(self, Kind::ForgetData | Kind::DeleteKeys | Kind::FreeInSilence)
@@ -189,8 +184,8 @@ impl Stage {
         if kind.is_servers() {
             let mut server = self.server.lock().await;
             let from = now();
-            act_on_server(&mut server, kind, lasts).await;
-            self.record(from, kind, None, false);
+            let met = act_on_server(&mut server, kind, lasts).await;
+            self.record(from, kind, None, met);
             return;
         }
         let slot = &self.slots[slot];
@@ -204,7 +199,7 @@ impl Stage {
                 worker.pause();
                 sleep(lasting).await;
                 worker.resume();
-                self.record(from, kind, Some(slot.number), false);
+                self.record(from, kind, Some(slot.number), true);
             }
             Kind::KillWorker => {
                 let mut incarnation = slot.worker.lock().await;
@@ -214,12 +209,12 @@ impl Stage {
                 self.killed.lock().unwrap().push((process_of(slot.number, incarnation.number), now()));
                 incarnation.number += 1;
                 incarnation.worker = Some((slot.start)(process_of(slot.number, incarnation.number)));
-                self.record(from, kind, Some(slot.number), false);
+                self.record(from, kind, Some(slot.number), true);
             }
             _ => {
                 let _flow = slot.flow.lock().await;
                 let (from, proxy) = (now(), &slot.proxy);
-                let applied = proxy.applied();
+                let touched = proxy.touched();
                 match kind {
                     Kind::HoldRequests => proxy.set(Way::Requests, Flow::Hold),
                     Kind::HoldReplies => proxy.set(Way::Replies, Flow::Hold),
@@ -235,33 +230,29 @@ impl Stage {
                 proxy.set(Way::Both, Flow::Pass);
                 proxy.no_more_fates();
                 proxy.deliver();
-                // There may have been no such call meanwhile.
-                let idle = kind.is_fate() && proxy.applied() == applied;
-                self.record(from, kind, Some(slot.number), idle);
+                // There may have been no such call meanwhile, or none at all.
+                self.record(from, kind, Some(slot.number), proxy.touched() > touched);
             }
         }
     }
 
-    fn record(&self, from: Nanos, kind: Kind, slot: Option<u64>, idle: bool) {
+    fn record(&self, from: Nanos, kind: Kind, slot: Option<u64>, met: bool) {
         if kind.is_control() {
             return;
         }
-        let fault = Fault {
-            from,
-            to: now(),
-            kind: format!("{}{}", kind.name(), if idle { ": met nothing" } else { "" }),
-            slot,
-        };
+        let fault = Fault { from, to: now(), kind: kind.name().into(), slot, met };
         self.faults.lock().unwrap().push(fault);
     }
 }
 
-async fn act_on_server(server: &mut Server, kind: Kind, lasts: u64) {
+/// Tells whether there was anything to do it to.
+async fn act_on_server(server: &mut Server, kind: Kind, lasts: u64) -> bool {
     let lasting = sleep(Duration::from_millis(lasts));
     match kind {
-        Kind::KillClients(which) => drop(ask(server, &["CLIENT", "KILL", "TYPE", which])),
+        // An error is a kill, of the connection that asks.
+        Kind::KillClients(which) => return ask(server, &["CLIENT", "KILL", "TYPE", which]) != Ok(0),
         Kind::PauseClients(what) => {
-            ask(server, &["CLIENT", "PAUSE", &lasts.to_string(), what]);
+            let _ = ask(server, &["CLIENT", "PAUSE", &lasts.to_string(), what]);
             lasting.await;
         }
         Kind::FlushScripts => drop(ask(server, &["SCRIPT", "FLUSH"])),
@@ -277,7 +268,7 @@ async fn act_on_server(server: &mut Server, kind: Kind, lasts: u64) {
         }
         Kind::DeleteKeys => {
             for lock in 0..BUSY_LOCKS {
-                ask(server, &["DEL", &lock_name(lock)]);
+                let _ = ask(server, &["DEL", &lock_name(lock)]);
             }
         }
         _ => {
@@ -286,20 +277,20 @@ async fn act_on_server(server: &mut Server, kind: Kind, lasts: u64) {
                            redis.call('hset', KEYS[1], 'foreign:1', 1) return redis.call('pexpire', KEYS[1], 7000)";
             let lock = lock_name(BUSY_LOCKS);
             for _ in 0..200 {
-                if ask(server, &["EVAL", foreign, "1", &lock]) == 1 {
+                if ask(server, &["EVAL", foreign, "1", &lock]) == Ok(1) {
                     break;
                 }
                 sleep(Duration::from_millis(5)).await;
             }
             sleep(Duration::from_millis(lasts)).await;
-            ask(server, &["DEL", &lock]);
+            let _ = ask(server, &["DEL", &lock]);
         }
     }
+    true
 }
 
-/// An error is as good as the fault: `CLIENT KILL` may meet its own connection.
-fn ask(server: &Server, words: &[&str]) -> i64 {
-    tokio::task::block_in_place(|| redis::Cmd::new().arg(words).query(&mut server.connection()).unwrap_or(0))
+fn ask(server: &Server, words: &[&str]) -> redis::RedisResult<i64> {
+    tokio::task::block_in_place(|| redis::Cmd::new().arg(words).query(&mut server.connection()))
 }
 
 /// Kills a worker that stands still should this process end meanwhile: it could not notice that by itself.

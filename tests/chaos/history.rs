@@ -72,6 +72,8 @@ pub struct Fault {
     pub to: Nanos,
     pub kind: String,
     pub slot: Option<u64>,
+    /// Whether there was anything that it was done to. Otherwise it is as if it had not been.
+    pub met: bool,
 }
 
 /// What the server had, at some time between the two.
@@ -210,8 +212,8 @@ impl History {
     pub fn write(&self, path: &Path) -> io::Result<()> {
         let mut all: Vec<(Nanos, Value)> = self.lines.iter().map(|line| (line.at, line.to_json())).collect();
         all.extend(self.faults.iter().map(|fault| {
-            let Fault { from, to, kind, slot } = fault;
-            (*from, json!({ "at": from, "to": to, "event": "fault", "kind": kind, "slot": slot }))
+            let Fault { from, to, kind, slot, met } = fault;
+            (*from, json!({ "at": from, "to": to, "event": "fault", "kind": kind, "slot": slot, "met": met }))
         }));
         all.extend(self.samples.iter().filter(|sample| !sample.held.is_empty()).map(|sample| {
             let held = sample.held.iter().map(|key| json!([key.lock, key.owner, key.count, key.pttl]));

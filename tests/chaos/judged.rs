@@ -36,7 +36,7 @@ impl Tale {
     }
 
     fn fault(mut self, from: Nanos, to: Nanos, kind: &str, slot: Option<u64>) -> Self {
-        self.0.faults.push(Fault { from: from * MS, to: to * MS, kind: kind.into(), slot });
+        self.0.faults.push(Fault { from: from * MS, to: to * MS, kind: kind.into(), slot, met: true });
         self
     }
 
@@ -253,6 +253,10 @@ fn a_waiter_before_a_free_lock_is_found() {
     tale(2_500).fault(190, 300, "replies held", Some(2)).breaks(&[]);
     tale(2_500).fault(190, 300, "replies held", Some(1)).breaks(&[Rule::LostWakeup]);
     tale(4_000).fault(190, 300, "CLIENT KILL", None).breaks(&[Rule::LostWakeup]);
+    // One that met nothing is none.
+    let mut idle = tale(2_500).fault(190, 300, "reply swallowed", Some(2));
+    idle.0.faults[0].met = false;
+    idle.breaks(&[Rule::LostWakeup]);
     // The line in its process moves.
     tale(2_500).granted(1_303, 2, 2).gave(1_307, 2, 2, "ok").breaks(&[]);
 }

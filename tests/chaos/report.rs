@@ -56,7 +56,8 @@ impl Figures {
 fn kinds(history: &History) -> BTreeMap<String, usize> {
     let mut kinds = BTreeMap::new();
     for fault in &history.faults {
-        *kinds.entry(format!("fault: {}", fault.kind)).or_default() += 1;
+        let met = if fault.met { "" } else { ": met nothing" };
+        *kinds.entry(format!("fault: {}{met}", fault.kind)).or_default() += 1;
     }
     kinds
 }

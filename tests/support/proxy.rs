@@ -66,6 +66,7 @@ impl Proxy {
             opened: AtomicUsize::new(0),
             rules: Mutex::default(),
             applied: AtomicUsize::new(0),
+            touched: AtomicUsize::new(0),
             connections: Mutex::default(),
         });
         let accepting = tokio::spawn(accept(listener, Arc::clone(&shared)));
@@ -115,9 +116,18 @@ impl Proxy {
         self.shared.applied.load(Ordering::Acquire)
     }
 
+    /// How often anything has been done to anybody here: bytes held or delayed, a request whose reply is to meet a fate, a
+    /// connection closed.
+    pub fn touched(&self) -> usize {
+        self.shared.touched.load(Ordering::Acquire)
+    }
+
     /// Closes every connection, with what it held.
     pub fn close_now(&self) {
-        self.shared.connections.lock().unwrap().abort_all();
+        let mut connections = self.shared.connections.lock().unwrap();
+        while connections.try_join_next().is_some() {}
+        self.shared.touched.fetch_add(connections.len(), Ordering::AcqRel);
+        connections.abort_all();
     }
 }
 
@@ -138,6 +148,7 @@ struct Shared {
     opened: AtomicUsize,
     rules: Mutex<Vec<Rule>>,
     applied: AtomicUsize,
+    touched: AtomicUsize,
     connections: Mutex<JoinSet<()>>,
 }
 
@@ -147,11 +158,16 @@ struct Rule {
 }
 
 impl Shared {
+    fn touch(&self) {
+        self.touched.fetch_add(1, Ordering::AcqRel);
+    }
+
     /// The fate of this request's reply, if a rule waits for such a request. Each rule serves once.
     fn fate_of(&self, request: &[u8]) -> Option<Fate> {
         let contains = |part: &Vec<u8>| request.windows(part.len()).any(|window| window == part);
         let mut rules = self.rules.lock().unwrap();
         let at = rules.iter().position(|rule| rule.parts.iter().all(contains))?;
+        self.touch();
         Some(rules.remove(at).fate)
     }
 }
@@ -206,7 +222,10 @@ async fn carry_requests(
             expected.lock().unwrap().push_back(shared.fate_of(&buffer[at..at + length]));
             at += length;
         }
-        gate(&mut flow).await;
+        gate(shared, &mut flow).await;
+        if number < *stalled.borrow() {
+            shared.touch();
+        }
         if stalled.wait_for(|stalled| number >= *stalled).await.is_err() {
             return;
         }
@@ -242,7 +261,7 @@ async fn carry_replies(shared: &Shared, expected: &Expected, mut from: OwnedRead
             }
         }
         buffer.drain(..at);
-        gate(&mut flow).await;
+        gate(shared, &mut flow).await;
         if to.write_all(&passed).await.is_err() || closing {
             return;
         }
@@ -250,9 +269,12 @@ async fn carry_replies(shared: &Shared, expected: &Expected, mut from: OwnedRead
 }
 
 /// Waits until bytes may go on.
-async fn gate(flow: &mut watch::Receiver<Flow>) {
+async fn gate(shared: &Shared, flow: &mut watch::Receiver<Flow>) {
     loop {
         let now = *flow.borrow_and_update();
+        if now != Flow::Pass {
+            shared.touch();
+        }
         match now {
             Flow::Pass => return,
             Flow::Delay(by) => return tokio::time::sleep(by).await,
