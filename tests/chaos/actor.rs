@@ -250,7 +250,15 @@ impl Actor {
         let attempt = asked.attempt;
         let recorder = Arc::clone(&self.recorder);
         let lock = self.lock(want.lock);
-        let time = if self.random.random_bool(0.04) && now() < end { self.up_to(1_800) } else { self.up_to(10) };
+        let time = match self.random.random_range(0..25) {
+            _ if now() >= end => Duration::ZERO,
+            0 => self.up_to(1_800),
+            // Some would go on after a lease that nobody renews.
+            1..5 if want.lease.is_some_and(|lease| lease < self.long_lease) => {
+                want.lease.unwrap_or_default() + self.up_to(500)
+            }
+            _ => self.up_to(10),
+        };
         let (works, nests) = (self.random.random_bool(0.6), self.random.random_bool(0.3));
         let mut began = false;
         let guarded = async {
