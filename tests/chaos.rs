@@ -24,6 +24,8 @@ mod report;
 #[path = "chaos/run.rs"]
 mod run;
 mod support;
+#[path = "chaos/tale.rs"]
+mod tale;
 #[path = "chaos/wakeups.rs"]
 mod wakeups;
 #[path = "chaos/words.rs"]
@@ -36,7 +38,7 @@ use std::time::Duration;
 use faults::{Kind, Planned, plan};
 use judge::Rule;
 use report::Figures;
-use run::{Run, Verdict};
+use run::Run;
 use support::process;
 use support::server::Server;
 
@@ -60,23 +62,15 @@ async fn random_faults_break_no_promise() {
     let verdict = Run { seed, seconds, workers, tasks: 4, long_lease, planned, server }.run().await;
     let figures = Figures::new(seed, seconds, &verdict);
     figures.print(seed, seconds);
-    let Verdict { history, violations, .. } = verdict;
-    if !violations.is_empty() {
-        let file = report::keep(seed, &history, &violations);
-        violations.iter().take(20).for_each(|violation| eprintln!("{violation}"));
-        panic!(
-            "{} violations under seed {seed} in {seconds} s, which reproduce the fault schedule; the history is in {}",
-            violations.len(),
-            file.display()
-        );
+    let (found, grants) = (verdict.violations.len(), figures.grants);
+    if found > 0 {
+        verdict.violations.iter().take(20).for_each(|violation| eprintln!("{violation}"));
+        let what = format!("{found} violations under seed {seed} in {seconds} s, which reproduce the fault schedule");
+        panic!("{}", report::failure(&what, seed, &verdict));
     }
-    if (figures.grants as u64) < MIN_RATE * seconds {
-        let file = report::keep(seed, &history, &violations);
-        panic!(
-            "only {} grants in {seconds} s under seed {seed}: nothing was shown; the history is in {}",
-            figures.grants,
-            file.display()
-        );
+    if (grants as u64) < MIN_RATE * seconds {
+        let what = format!("only {grants} grants in {seconds} s under seed {seed}: nothing was shown");
+        panic!("{}", report::failure(&what, seed, &verdict));
     }
 }
 
@@ -95,17 +89,38 @@ async fn a_lock_that_is_freed_without_a_message_is_seen_as_a_lost_wakeup() {
     assert!(found_after(Kind::FreeInSilence, 5_000, 2_600, 6).await.contains(&Rule::LostWakeup));
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_that_breaks_off_leaves_its_history() {
+    // Nobody is in that slot.
+    let planned = vec![Planned { at: 1_000, lasts: 0, kind: Kind::KillWorker, slot: 99 }];
+    let long_lease = Duration::from_secs(6);
+    let run = Run { seed: 1, seconds: 2, workers: 1, tasks: 2, long_lease, planned, server: Server::start() };
+    let verdict = run.run().await;
+    let rules: Vec<_> = verdict.violations.iter().map(|violation| violation.rule).collect();
+    assert_eq!(rules, [Rule::Panic]);
+    assert!(verdict.violations[0].to_string().contains("index out of bounds"), "{}", verdict.violations[0]);
+    assert!(!verdict.history.lines.is_empty() && !verdict.history.samples.is_empty());
+    let left = || report::keep(1, &verdict);
+    let (first, second) = (left(), left());
+    assert_ne!(first.history, second.history);
+    for file in [first, second].iter().flat_map(|left| [&left.history, &left.violations]) {
+        assert!(std::fs::metadata(file).unwrap().len() > 0);
+        std::fs::remove_file(file).unwrap();
+    }
+}
+
 /// The rules that the judge finds broken in a short run in which nothing happens but this, again and again.
 async fn found_after(kind: Kind, every: u64, lasts: u64, seconds: u64) -> Vec<Rule> {
     let times = (1_500..seconds * 1_000).step_by(every as usize);
     let planned = times.map(|at| Planned { at, lasts, kind, slot: 0 });
     let (long_lease, planned) = (Duration::from_secs(6), planned.collect());
     let run = Run { seed: 1, seconds, workers: 4, tasks: 3, long_lease, planned, server: Server::start() };
-    let Verdict { violations, .. } = run.run().await;
-    let mut rules: Vec<_> = violations.iter().map(|violation| violation.rule).collect();
+    let verdict = run.run().await;
+    let mut rules: Vec<_> = verdict.violations.iter().map(|violation| violation.rule).collect();
     rules.sort_unstable();
     println!("{kind:?}: {:?}", rules.chunk_by(|a, b| a == b).map(|same| (same[0], same.len())).collect::<Vec<_>>());
     rules.dedup();
+    assert!(!rules.contains(&Rule::Panic), "{}", report::failure("a panic", 1, &verdict));
     rules
 }
 

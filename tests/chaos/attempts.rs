@@ -201,7 +201,7 @@ impl Attempt {
                     section.ended = Some((at, *read, *proven));
                 }
             }
-            Event::Invoked { .. } | Event::Count { .. } | Event::Ended { .. } => {}
+            Event::Invoked { .. } | Event::Count { .. } | Event::Panicked { .. } | Event::Ended { .. } => {}
         }
     }
 }

@@ -8,7 +8,6 @@
 //! The [controls](Kind::is_control) must break it, or the judge is blind.
 
 use std::process::{Child, Command, Stdio};
-use std::sync::Mutex;
 use std::time::Duration;
 
 use rand::rngs::StdRng;
@@ -16,6 +15,7 @@ use rand::{Rng, SeedableRng};
 use tokio::time::sleep;
 
 use super::history::{Fault, Nanos, now, process_of};
+use super::run::Records;
 use super::support::process::Worker;
 use super::support::proxy::{Fate, Flow, Proxy, Way};
 use super::support::server::Server;
@@ -153,9 +153,7 @@ fn any(random: &mut StdRng) -> (Kind, u64) {
 pub struct Stage {
     pub server: tokio::sync::Mutex<Server>,
     pub slots: Vec<Slot>,
-    /// What has happened.
-    pub faults: Mutex<Vec<Fault>>,
-    pub killed: Mutex<Vec<(u64, Nanos)>>,
+    pub records: Records,
 }
 
 /// A worker with its way to the server.
@@ -206,7 +204,7 @@ impl Stage {
                 let Some(worker) = incarnation.worker.take() else { return };
                 let from = now();
                 worker.kill();
-                self.killed.lock().unwrap().push((process_of(slot.number, incarnation.number), now()));
+                self.records.killed.lock().unwrap().push((process_of(slot.number, incarnation.number), now()));
                 incarnation.number += 1;
                 incarnation.worker = Some((slot.start)(process_of(slot.number, incarnation.number)));
                 self.record(from, kind, Some(slot.number), true);
@@ -241,7 +239,7 @@ impl Stage {
             return;
         }
         let fault = Fault { from, to: now(), kind: kind.name().into(), slot, met };
-        self.faults.lock().unwrap().push(fault);
+        self.records.faults.lock().unwrap().push(fault);
     }
 }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 
-/// Nanoseconds of CLOCK_MONOTONIC.
+/// Nanoseconds of CLOCK_MONOTONIC; in a whole [`History`] since the beginning of the run.
 pub type Nanos = u64;
 
 pub const MS: Nanos = 1_000_000;
@@ -21,6 +21,11 @@ pub const MS: Nanos = 1_000_000;
 pub fn now() -> Nanos {
     let time = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("the clock");
     time.tv_sec() as Nanos * 1_000 * MS + time.tv_nsec() as Nanos
+}
+
+/// A time for people, in seconds.
+pub fn seconds(at: Nanos) -> String {
+    format!("{}.{:03} s", at / (1_000 * MS), at / MS % 1_000)
 }
 
 /// What somebody says about one attempt to hold a lock.
@@ -52,6 +57,8 @@ pub enum Event {
     SectionEnded { read: u64, proven: bool },
     /// The future of a `run` takes a step: what it would do now others would see.
     Worked,
+    /// Something panicked in the process.
+    Panicked { why: String },
     /// The process has finished all its operations, and has that many tasks more than before it made its client.
     Ended { tasks: u64, shutdown: String },
 }
@@ -159,6 +166,7 @@ impl Line {
             Event::SectionBegan => ("section", json!({})),
             Event::SectionEnded { read, proven } => ("section ended", json!({ "read": read, "proven": proven })),
             Event::Worked => ("worked", json!({})),
+            Event::Panicked { why } => ("panicked", json!({ "why": why })),
             Event::Ended { tasks, shutdown } => ("ended", json!({ "tasks": tasks, "why": shutdown })),
         };
         fields["at"] = self.at.into();
@@ -192,6 +200,7 @@ impl Line {
             "section" => Event::SectionBegan,
             "section ended" => Event::SectionEnded { read: number("read")?, proven: value["proven"].as_bool()? },
             "worked" => Event::Worked,
+            "panicked" => Event::Panicked { why: word("why")? },
             "ended" => Event::Ended { tasks: number("tasks")?, shutdown: word("why")? },
             _ => return None,
         };
@@ -206,6 +215,16 @@ impl History {
             self.lines.extend(Line::from_json(&line?));
         }
         Ok(())
+    }
+
+    /// Counts all times from that one.
+    pub fn since(mut self, begun: Nanos) -> Self {
+        let since = |at: &mut Nanos| *at = at.saturating_sub(begun);
+        self.lines.iter_mut().for_each(|line| since(&mut line.at));
+        self.faults.iter_mut().flat_map(|fault| [&mut fault.from, &mut fault.to]).for_each(since);
+        self.samples.iter_mut().flat_map(|sample| [&mut sample.from, &mut sample.to]).for_each(since);
+        self.killed.iter_mut().for_each(|(_, at)| since(at));
+        self
     }
 
     /// Writes everything into one file, for people.
@@ -224,7 +243,7 @@ impl History {
             self.killed.iter().map(|(process, at)| (*at, json!({ "at": at, "event": "killed", "process": process }))),
         );
         all.sort_by_key(|(at, _)| *at);
-        let mut file = io::BufWriter::new(File::create(path)?);
+        let mut file = io::BufWriter::new(File::create_new(path)?);
         for (_, value) in all {
             writeln!(file, "{value}")?;
         }
@@ -250,6 +269,7 @@ fn what_is_written_is_read_again() {
         Event::SectionBegan,
         Event::SectionEnded { read: 7, proven: true },
         Event::Worked,
+        Event::Panicked { why: "at a line".into() },
         Event::Ended { tasks: 0, shutdown: "ok".into() },
     ];
     let recorder = Recorder::open(&path, 102);

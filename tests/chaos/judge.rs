@@ -29,6 +29,8 @@
 //! **Register.** A section that was sure of its lock from before its read until after its write finds what the last one
 //! before it wrote, unless a section that was not sure may have written in between.
 //!
+//! **Panic.** Nothing panics, in no process, not where it is caught either.
+//!
 //! **Conservation.** Every acquire of a process that lives comes to an end, and when all is over there is no key, no
 //! subscription and no task.
 
@@ -36,7 +38,7 @@ use std::fmt;
 
 use super::attempts::{Attempt, Story};
 use super::claims::{exclusion, register, server, stopped, told};
-use super::history::{History, MS, Nanos};
+use super::history::{History, MS, Nanos, seconds};
 use super::wakeups::wakeups;
 use super::words::{truth, words};
 
@@ -67,6 +69,8 @@ pub enum Rule {
     LostUpdate,
     /// Something never ended or was left behind.
     Conservation,
+    /// The run itself came to grief, or something in one of its processes.
+    Panic,
 }
 
 #[derive(Debug, Clone)]
@@ -78,7 +82,7 @@ pub struct Violation {
 
 impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} at {}: {}", self.rule, self.at, self.what)
+        write!(f, "{:?} at {}: {}", self.rule, seconds(self.at), self.what)
     }
 }
 
@@ -126,5 +130,5 @@ fn conservation(story: &Story, found: &mut Vec<Violation>) {
 /// What an attempt is called in a message.
 pub fn name(attempt: &Attempt) -> String {
     let thread = attempt.owner.rsplit(':').next().unwrap_or_default();
-    format!("process {}'s {} by {thread} at {}", attempt.process, attempt.how, attempt.invoked)
+    format!("process {}'s {} by {thread} at {}", attempt.process, attempt.how, seconds(attempt.invoked))
 }

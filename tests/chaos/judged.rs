@@ -1,80 +1,8 @@
 //! The judge is judged: histories made by hand, each with one thing wrong, and clean ones that look suspicious.
 
-use super::history::{Event, Fault, History, Key, Line, MS, Nanos, Sample};
-use super::judge::{Rule, judge};
-
-/// What the server tells of each key's expiry, in milliseconds, unless a test says otherwise.
-const PTTL: i64 = 2_000;
-
-/// A history in milliseconds, in which the server has what it is told to have.
-#[derive(Default)]
-struct Tale(History);
-
-impl Tale {
-    fn line(mut self, at: Nanos, process: u64, attempt: u64, event: Event) -> Self {
-        self.0.lines.push(Line { at: at * MS, process, attempt, event });
-        self
-    }
-
-    fn invoked(self, at: Nanos, process: u64, attempt: u64) -> Self {
-        self.line(at, process, attempt, invoked(process))
-    }
-
-    /// An acquire that is granted at once, and sure for two seconds.
-    fn granted(self, at: Nanos, process: u64, attempt: u64) -> Self {
-        let granted = Event::Granted { remaining: 2_000 * MS };
-        self.invoked(at - 5, process, attempt).line(at, process, attempt, granted)
-    }
-
-    fn gave(self, at: Nanos, process: u64, attempt: u64, outcome: &str) -> Self {
-        self.line(at, process, attempt, Event::Giving { how: "unlock".into() }).line(
-            at + 5,
-            process,
-            attempt,
-            Event::Gave { outcome: outcome.into() },
-        )
-    }
-
-    fn fault(mut self, from: Nanos, to: Nanos, kind: &str, slot: Option<u64>) -> Self {
-        self.0.faults.push(Fault { from: from * MS, to: to * MS, kind: kind.into(), slot, met: true });
-        self
-    }
-
-    /// The server is asked every 10 ms from one time to the other, and answers that.
-    fn server(mut self, from: Nanos, to: Nanos, held: &[(u64, u64)]) -> Self {
-        let key = |(process, count): &(u64, u64)| Key { lock: 0, owner: owner(*process), count: *count, pttl: PTTL };
-        for at in (from..to).step_by(10) {
-            let held = held.iter().map(key).collect();
-            self.0.samples.push(Sample { from: at * MS, to: (at + 1) * MS, held });
-        }
-        self
-    }
-
-    fn section(self, from: Nanos, to: Nanos, process: u64, attempt: u64, read: u64, proven: bool) -> Self {
-        self.line(from, process, attempt, Event::SectionBegan).line(
-            to,
-            process,
-            attempt,
-            Event::SectionEnded { read, proven },
-        )
-    }
-
-    #[track_caller]
-    fn breaks(self, rules: &[Rule]) {
-        let violations = judge(&self.0);
-        let mut found: Vec<_> = violations.iter().map(|violation| violation.rule).collect();
-        found.dedup();
-        assert_eq!(found, rules, "{violations:#?}");
-    }
-}
-
-fn invoked(process: u64) -> Event {
-    Event::Invoked { lock: 0, owner: owner(process), how: "lock".into(), lease: 2_000 * MS }
-}
-
-fn owner(process: u64) -> String {
-    format!("client:{process}")
-}
+use super::history::{Event, MS, Nanos};
+use super::judge::Rule;
+use super::tale::{Tale, owner};
 
 #[test]
 fn a_clean_history_is_not_accused() {
@@ -279,6 +207,8 @@ fn what_never_ends_is_found() {
     Tale::default().invoked(100, 1, 1).breaks(&[Rule::Conservation]);
     Tale::default().granted(100, 1, 1).breaks(&[Rule::Conservation]);
     Tale::default().line(1, 1, 0, Event::Ended { tasks: 1, shutdown: "ok".into() }).breaks(&[Rule::Conservation]);
+    let panicked = Event::Panicked { why: "at a line".into() };
+    Tale::default().line(1, 1, 0, panicked).breaks(&[Rule::Panic]);
     let timed_out = Event::Ended { tasks: 0, shutdown: "timed out".into() };
     Tale::default().line(1, 1, 0, timed_out).breaks(&[Rule::Conservation]);
     let mut tale = Tale::default();

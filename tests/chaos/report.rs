@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use super::attempts::Story;
 use super::history::{Event, History, Nanos};
-use super::judge::Violation;
 use super::run::Verdict;
 
 /// A run's figures.
@@ -77,13 +76,27 @@ fn reentries(story: &Story) -> usize {
     number
 }
 
-/// Leaves the history and what was found in it in files. Tells where.
-pub fn keep(seed: u64, history: &History, violations: &[Violation]) -> PathBuf {
+/// The files in which a run is left.
+pub struct Left {
+    pub history: PathBuf,
+    pub violations: PathBuf,
+}
+
+/// What went wrong, and where the run is left.
+pub fn failure(what: &str, seed: u64, verdict: &Verdict) -> String {
+    let Left { history, violations } = keep(seed, verdict);
+    format!("{what}; the history is in {}, what is wrong in it in {}", history.display(), violations.display())
+}
+
+/// Leaves the history and what was found in it in files of their own: an earlier run under this seed was another run.
+pub fn keep(seed: u64, verdict: &Verdict) -> Left {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("chaos");
     fs::create_dir_all(&folder).expect("a folder for histories");
-    let path = folder.join(format!("seed-{seed}.jsonl"));
-    history.write(&path).expect("the history");
-    let list: String = violations.iter().map(|violation| format!("{violation}\n")).collect();
-    fs::write(folder.join(format!("seed-{seed}.violations")), list).expect("the violations");
-    path
+    let mut numbers = (1..).map(|number| folder.join(format!("seed-{seed}.{number}.jsonl")));
+    let history = numbers.find(|path| !path.exists()).expect("a free number");
+    verdict.history.write(&history).expect("the history");
+    let list: String = verdict.violations.iter().map(|violation| format!("{violation}\n")).collect();
+    let violations = history.with_extension("violations");
+    fs::write(&violations, list).expect("the violations");
+    Left { history, violations }
 }

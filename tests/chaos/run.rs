@@ -1,20 +1,23 @@
 //! A run: workers behind proxies, faults, somebody who looks at the server all the time, and the judge at the end.
 
+use std::any::Any;
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use futures::FutureExt;
 use tempfile::TempDir;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, sleep_until};
 
 use super::faults::{Incarnation, Planned, Slot, Stage};
-use super::history::{History, Key, Sample, now, process_of};
-use super::judge::{Violation, judge};
+use super::history::{Fault, History, Key, MS, Nanos, Sample, now, process_of, seconds};
+use super::judge::{Rule, Violation, judge};
 use super::support::process::Worker;
 use super::support::proxy::Proxy;
 use super::support::server::Server;
@@ -48,15 +51,36 @@ pub struct Verdict {
 
 impl Run {
     pub async fn run(self) -> Verdict {
-        let begun = Instant::now();
+        let (begun, folder) = (now(), TempDir::with_prefix("redisson-lock-chaos-").expect("a temporary folder"));
+        let records = Records::default();
+        let outcome = AssertUnwindSafe(self.drive(begun, folder.path(), &records)).catch_unwind().await;
+        let Records { faults, killed, samples } = &records;
+        let (faults, killed, samples) = (take(faults), take(killed), take(samples));
+        let mut history = History { faults, samples, killed, ..History::default() };
+        for file in files(folder.path()) {
+            // What can be read of it is better than nothing.
+            let _ = history.read(&file);
+        }
+        history.faults.sort_by_key(|fault| fault.from);
+        let mut history = history.since(begun);
+        // A run that broke off has left everything unfinished: there is no judging it.
+        let judged = outcome.and_then(|left| {
+            history.left = left;
+            catch_unwind(|| judge(&history))
+        });
+        let violations = judged.unwrap_or_else(|panic| vec![broke_off(&*panic, now() - begun)]);
+        Verdict { history, violations }
+    }
+
+    /// Lets everything happen, and tells what was left.
+    async fn drive(self, begun: Nanos, folder: &Path, records: &Records) -> Vec<String> {
         let begins = tokio::time::Instant::now() + Duration::from_millis(200);
-        let folder = TempDir::with_prefix("redisson-lock-chaos-").expect("a temporary folder");
         let url = self.server.url();
-        let end = now() + 200_000_000 + self.seconds * 1_000_000_000;
+        let end = begun + 200 * MS + self.seconds * 1_000 * MS;
         let mut slots = Vec::new();
         for number in 0..self.workers {
             let proxy = Proxy::start(&self.server).await;
-            let start = self.starter(number, proxy.url(), folder.path(), end);
+            let start = self.starter(number, proxy.url(), folder, end);
             let worker = Some(start(process_of(number, 0)));
             slots.push(Slot {
                 number,
@@ -67,8 +91,8 @@ impl Run {
             });
         }
         let server = tokio::sync::Mutex::new(self.server);
-        let stage = Arc::new(Stage { server, slots, faults: Mutex::default(), killed: Mutex::default() });
-        let observer = Observer::start(&url);
+        let stage = Arc::new(Stage { server, slots, records: records.clone() });
+        let observer = Observer::start(&url, Arc::clone(&records.samples));
         let mut acts = JoinSet::new();
         for planned in self.planned {
             let stage = Arc::clone(&stage);
@@ -81,24 +105,16 @@ impl Run {
         while now() < end {
             let pause = Duration::from_nanos(end.saturating_sub(now())).min(PROGRESS);
             sleep(pause).await;
-            progress.look(folder.path());
-            let (faults, grants) = (stage.faults.lock().unwrap().len(), progress.grants);
-            println!("{:>5.0?}: {grants} grants, {faults} faults", begun.elapsed());
+            progress.look(folder);
+            let (faults, grants) = (records.faults.lock().unwrap().len(), progress.grants);
+            println!("{:>10}: {grants} grants, {faults} faults", seconds(now() - begun));
         }
         while let Some(act) = acts.join_next().await {
             act.expect("a fault is done as planned");
         }
         let left = drain(&stage, &url, self.long_lease).await;
-        let samples = observer.stop();
-        let stage = Arc::into_inner(stage).expect("all faults are over");
-        let (faults, killed) = (stage.faults.into_inner().unwrap(), stage.killed.into_inner().unwrap());
-        let mut history = History { faults, samples, killed, left, ..History::default() };
-        for file in files(folder.path()) {
-            history.read(&file).expect("a worker's history");
-        }
-        history.faults.sort_by_key(|fault| fault.from);
-        let violations = judge(&history);
-        Verdict { history, violations }
+        observer.stop();
+        left
     }
 
     fn starter(&self, number: u64, url: String, folder: &Path, end: u64) -> Box<dyn Fn(u64) -> Worker + Send + Sync> {
@@ -125,6 +141,26 @@ impl Run {
             )
         })
     }
+}
+
+/// What the driver itself writes down; it is there whatever becomes of the driver.
+#[derive(Clone, Default)]
+pub struct Records {
+    /// What has happened.
+    pub faults: Arc<Mutex<Vec<Fault>>>,
+    pub killed: Arc<Mutex<Vec<(u64, Nanos)>>>,
+    pub samples: Arc<Mutex<Vec<Sample>>>,
+}
+
+fn take<T>(written: &Mutex<Vec<T>>) -> Vec<T> {
+    std::mem::take(&mut written.lock().unwrap_or_else(PoisonError::into_inner))
+}
+
+/// A panic of the driver or of the judge.
+fn broke_off(panic: &(dyn Any + Send), at: Nanos) -> Violation {
+    let said = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+    let what = format!("the run broke off: {}", said.unwrap_or("a panic without words"));
+    Violation { rule: Rule::Panic, at, what }
 }
 
 /// Waits until everything has come to its end. Tells what has not.
@@ -179,16 +215,15 @@ async fn drain(stage: &Stage, url: &str, long_lease: Duration) -> Vec<String> {
 /// Looks at the locks on the server, on a thread of its own.
 struct Observer {
     stop: Arc<AtomicBool>,
-    thread: thread::JoinHandle<Vec<Sample>>,
+    thread: Option<thread::JoinHandle<()>>,
 }
 
 impl Observer {
-    fn start(url: &str) -> Self {
+    fn start(url: &str, samples: Arc<Mutex<Vec<Sample>>>) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let client = redis::Client::open(url).expect("the server's URL");
         let stopped = Arc::clone(&stop);
         let thread = thread::spawn(move || {
-            let mut samples = Vec::new();
             let mut connection = None;
             while !stopped.load(Ordering::Acquire) {
                 let limit = Duration::from_secs(10);
@@ -201,18 +236,23 @@ impl Observer {
                 };
                 if let Some((open, sample)) = looked {
                     connection = Some(open);
-                    samples.push(sample);
+                    samples.lock().unwrap().push(sample);
                 }
                 thread::sleep(LOOK);
             }
-            samples
         });
-        Self { stop, thread }
+        Self { stop, thread: Some(thread) }
     }
 
-    fn stop(self) -> Vec<Sample> {
+    fn stop(mut self) {
         self.stop.store(true, Ordering::Release);
-        self.thread.join().expect("the observer")
+        self.thread.take().expect("it is stopped once").join().expect("the observer");
+    }
+}
+
+impl Drop for Observer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Release);
     }
 }
 

@@ -81,6 +81,10 @@ pub fn words(story: &Story, found: &mut Vec<Violation>) {
                 let what = format!("process {}: {expected} holds, and the count told is {count}", line.process);
                 found.push(Violation { rule: Rule::Count, at: line.at, what });
             }
+            Event::Panicked { why } => {
+                let what = format!("process {}: {why}", line.process);
+                found.push(Violation { rule: Rule::Panic, at: line.at, what });
+            }
             Event::Ended { tasks, shutdown } if *tasks > 0 || shutdown != "ok" => {
                 let what = format!("process {} ended with {tasks} tasks (shutdown: {shutdown})", line.process);
                 found.push(Violation { rule: Rule::Conservation, at: line.at, what });

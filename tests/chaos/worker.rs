@@ -35,6 +35,7 @@ pub async fn work() {
     let number = |name: &str| setting(name).parse::<u64>().expect("a number");
     let (process, end, patient) = (number("PROCESS"), number("END"), number("PATIENT") == 1);
     let recorder = Arc::new(Recorder::open(Path::new(&setting("LOG")), process));
+    write_down_panics(&recorder);
     let direct = redis::Client::open(setting("DIRECT")).expect("the server's URL");
     let tasks_before = tokio::runtime::Handle::current().metrics().num_alive_tasks();
     let url = setting("URL");
@@ -88,6 +89,15 @@ pub async fn work() {
     })
     .await;
     recorder.record(now(), 0, Event::Ended { tasks: left() as u64, shutdown });
+}
+
+/// Has every panic in this process written down, those of the library's background among them, which it survives.
+fn write_down_panics(recorder: &Arc<Recorder>) {
+    let (recorder, usual) = (Arc::clone(recorder), std::panic::take_hook());
+    std::panic::set_hook(Box::new(move |panic| {
+        recorder.record(now(), 0, Event::Panicked { why: panic.to_string() });
+        usual(panic);
+    }));
 }
 
 /// Tells that all operations are over, and waits for the word to end, with the client alive.
