@@ -19,10 +19,14 @@ mod history;
 mod judge;
 #[path = "chaos/judged.rs"]
 mod judged;
+#[path = "chaos/plan.rs"]
+mod plan;
 #[path = "chaos/report.rs"]
 mod report;
 #[path = "chaos/run.rs"]
 mod run;
+#[path = "chaos/server_faults.rs"]
+mod server_faults;
 mod support;
 #[path = "chaos/tale.rs"]
 mod tale;
@@ -35,10 +39,11 @@ mod worker;
 
 use std::time::Duration;
 
-use faults::{Kind, Planned, plan};
 use judge::Rule;
+use plan::{Kind, Planned, plan};
 use report::Figures;
 use run::Run;
+use server_faults::with_users;
 use support::process;
 use support::server::Server;
 
@@ -58,7 +63,7 @@ async fn random_faults_break_no_promise() {
     let (workers, long_lease) = if seconds < 30 { (4, 6) } else { (6, 20) };
     let long_lease = Duration::from_secs(long_lease);
     let planned = plan(seed, seconds, workers as usize);
-    let server = Server::builder().persistent().start();
+    let server = with_users(Server::builder().persistent(), workers).start();
     let verdict = Run { seed, seconds, workers, tasks: 4, long_lease, planned, server }.run().await;
     let figures = Figures::new(seed, seconds, &verdict);
     figures.print(seed, seconds);
@@ -94,7 +99,8 @@ async fn a_run_that_breaks_off_leaves_its_history() {
     // Nobody is in that slot.
     let planned = vec![Planned { at: 1_000, lasts: 0, kind: Kind::KillWorker, slot: 99 }];
     let long_lease = Duration::from_secs(6);
-    let run = Run { seed: 1, seconds: 2, workers: 1, tasks: 2, long_lease, planned, server: Server::start() };
+    let server = with_users(Server::builder(), 1).start();
+    let run = Run { seed: 1, seconds: 2, workers: 1, tasks: 2, long_lease, planned, server };
     let verdict = run.run().await;
     let rules: Vec<_> = verdict.violations.iter().map(|violation| violation.rule).collect();
     assert_eq!(rules, [Rule::Panic]);
@@ -114,7 +120,8 @@ async fn found_after(kind: Kind, every: u64, lasts: u64, seconds: u64) -> Vec<Ru
     let times = (1_500..seconds * 1_000).step_by(every as usize);
     let planned = times.map(|at| Planned { at, lasts, kind, slot: 0 });
     let (long_lease, planned) = (Duration::from_secs(6), planned.collect());
-    let run = Run { seed: 1, seconds, workers: 4, tasks: 3, long_lease, planned, server: Server::start() };
+    let server = with_users(Server::builder(), 4).start();
+    let run = Run { seed: 1, seconds, workers: 4, tasks: 3, long_lease, planned, server };
     let verdict = run.run().await;
     let mut rules: Vec<_> = verdict.violations.iter().map(|violation| violation.rule).collect();
     rules.sort_unstable();

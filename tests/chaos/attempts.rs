@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::history::{Event, Fault, History, Line, MS, Nanos, slot_of};
+use super::history::{Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, slot_of};
 
 /// For how long a process must have had no fault until all that was unclear is settled in its background.
 pub const SETTLED: Nanos = 2_000 * MS;
@@ -120,8 +120,14 @@ impl<'a> Story<'a> {
             (Some((at, false)), ..) => Some(at),
             (None, gave, giving) => gave.as_ref().map(|(at, _)| *at).or(giving),
         };
-        let settled = unclear_since
-            .map(|since| self.settled(attempt.process, since.max(attempt.lost.as_ref().map_or(0, |lost| lost.at))));
+        let settled = unclear_since.map(|since| {
+            let since = since.max(attempt.lost.as_ref().map_or(0, |lost| lost.at));
+            let settled = self.settled(attempt.process, since);
+            // What the server refuses to take back stays until its lease is over.
+            let mut refusals = self.faults_of(attempt.process).filter(|fault| fault.kind == NO_SCRIPTS);
+            let refused = refusals.rfind(|fault| fault.from <= settled && fault.to >= since);
+            refused.map_or(settled, |fault| settled.max(fault.to + self.longest_lease + 1_000 * MS))
+        });
         match (settled, self.killed(attempt.process)) {
             (Some(settled), Some(killed)) if settled <= killed => settled,
             (_, Some(killed)) => self.expired(attempt.process, killed),
@@ -164,7 +170,7 @@ impl<'a> Story<'a> {
     }
 
     /// The faults that a process has met, in the order of their beginnings.
-    pub fn faults_of(&self, process: u64) -> impl Iterator<Item = &'a Fault> {
+    pub fn faults_of(&self, process: u64) -> impl DoubleEndedIterator<Item = &'a Fault> {
         let slot = slot_of(process);
         self.history.faults.iter().filter(move |fault| fault.met && fault.slot.is_none_or(|of| of == slot))
     }

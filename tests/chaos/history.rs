@@ -17,6 +17,11 @@ pub type Nanos = u64;
 
 pub const MS: Nanos = 1_000_000;
 
+/// Faults that the judge knows by their names.
+pub const NO_CHANNEL: &str = "channels refused (ACL)";
+pub const NO_PUBLISH: &str = "PUBLISH refused (ACL)";
+pub const NO_SCRIPTS: &str = "scripts refused (ACL)";
+
 /// Now, by the clock that tokio's and the library's deadlines run on, too.
 pub fn now() -> Nanos {
     let time = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("the clock");

@@ -15,13 +15,15 @@ use tempfile::TempDir;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, sleep_until};
 
-use super::faults::{Incarnation, Planned, Slot, Stage};
+use super::faults::{Incarnation, Slot, Stage};
 use super::history::{Fault, History, Key, MS, Nanos, Sample, now, process_of, seconds};
 use super::judge::{Rule, Violation, judge};
+use super::plan::Planned;
+use super::server_faults::login;
 use super::support::process::Worker;
 use super::support::proxy::Proxy;
 use super::support::server::Server;
-use super::worker::{BUSY_LOCKS, lock_name};
+use super::worker::{BUSY_LOCKS, is_patient, lock_name};
 
 /// For how long operations may take to come to an end when there are no faults and no leases of the killed any more.
 const DRAIN: Duration = Duration::from_secs(15);
@@ -80,7 +82,7 @@ impl Run {
         let mut slots = Vec::new();
         for number in 0..self.workers {
             let proxy = Proxy::start(&self.server).await;
-            let start = self.starter(number, proxy.url(), folder, end);
+            let start = self.starter(number, login(&proxy.url(), number), folder, end);
             let worker = Some(start(process_of(number, 0)));
             slots.push(Slot {
                 number,
@@ -120,8 +122,7 @@ impl Run {
     fn starter(&self, number: u64, url: String, folder: &Path, end: u64) -> Box<dyn Fn(u64) -> Worker + Send + Sync> {
         let (seed, tasks, direct) = (self.seed.to_string(), self.tasks.to_string(), self.server.url());
         let (folder, end, long_lease) = (folder.to_owned(), end.to_string(), self.long_lease.as_millis().to_string());
-        // Every second one waits for messages alone.
-        let patient = (number % 2).to_string();
+        let patient = u8::from(is_patient(number)).to_string();
         Box::new(move |process| {
             let (log, process) = (folder.join(process.to_string()), process.to_string());
             let log = log.to_str().expect("a path in UTF-8");

@@ -1,18 +1,23 @@
 //! Whether anybody waits in front of a free lock.
 
 use super::attempts::{Attempt, Story};
-use super::history::{MS, Nanos};
+use super::history::{Fault, MS, NO_CHANNEL, NO_PUBLISH, Nanos, slot_of};
 use super::judge::{Rule, Violation, locks, name};
+use super::worker::is_patient;
 
 /// For how long a waiter may stand before a free lock, and for how long there must have been no fault.
 const WAKE: Nanos = 1_500 * MS;
+
+/// For how long nobody need have looked at the server.
+const GAP: Nanos = 300 * MS;
 
 /// Whether anybody waited for a lock that was free.
 pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
     let end = story.history.samples.last().map_or(0, |sample| sample.to);
     for lock in 0..locks(story) {
         let of_lock: Vec<&Attempt> = story.attempts.iter().filter(|attempt| attempt.lock == lock).collect();
-        for (from, to) in free(story, lock) {
+        for Free { from, to, after } in free(story, lock) {
+            let in_silence = silent(story, lock, from, after);
             for waiter in &of_lock {
                 let pending_to = waiter.answered().or(story.killed(waiter.process)).unwrap_or(end);
                 let (mut from, to) = (from.max(waiter.invoked), to.min(pending_to));
@@ -24,6 +29,10 @@ pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
                 let turns = grants.filter_map(|other| other.granted).map(|at| (at, at));
                 let faults = story.faults_of(waiter.process).map(|fault| (fault.from, fault.to + WAKE));
                 let mut breaks: Vec<(Nanos, Nanos)> = turns.chain(faults).collect();
+                if is_patient(slot_of(waiter.process)) {
+                    breaks.extend(in_silence.then_some((from, to)));
+                    breaks.extend(deaf(story, waiter.process, &of_lock));
+                }
                 breaks.sort_unstable();
                 breaks.push((to, to));
                 for (begin, over) in breaks {
@@ -40,22 +49,60 @@ pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
-/// From when until when a lock was free whenever the server was asked.
-fn free(story: &Story, lock: usize) -> Vec<(Nanos, Nanos)> {
+/// Whether whoever freed the lock then may not have been able to tell.
+fn silent(story: &Story, lock: usize, from: Nanos, after: Option<&str>) -> bool {
+    let mute = |fault: &&Fault| fault.met && [NO_PUBLISH, NO_CHANNEL].contains(&&*fault.kind);
+    let then = |fault: &&Fault| fault.from <= from && fault.to + GAP >= from;
+    let by_slot = |slot| {
+        let own = |attempt: &&Attempt| attempt.lock == lock && Some(&*attempt.owner) == after;
+        story.attempts.iter().filter(own).any(|attempt| slot_of(attempt.process) == slot)
+    };
+    story.history.faults.iter().filter(mute).filter(then).any(|fault| fault.slot.is_some_and(by_slot))
+}
+
+/// From when until when those who wait in a process may have no subscription: one that was refused is not asked for again
+/// as long as somebody waits.
+fn deaf(story: &Story, process: u64, of_lock: &[&Attempt]) -> Vec<(Nanos, Nanos)> {
+    let mut waiters: Vec<_> = of_lock.iter().filter(|attempt| attempt.process == process).collect();
+    waiters.sort_by_key(|waiter| waiter.invoked);
+    let refused = story.faults_of(process).filter(|fault| fault.kind == NO_CHANNEL);
+    let deaf = refused.map(|fault| {
+        let mut until = fault.to + WAKE;
+        for waiter in &waiters {
+            if waiter.invoked <= until {
+                until = until.max(waiter.answered().unwrap_or(Nanos::MAX));
+            }
+        }
+        (fault.from, until)
+    });
+    deaf.collect()
+}
+
+/// A time in which a lock was free whenever the server was asked.
+struct Free<'s> {
+    from: Nanos,
+    to: Nanos,
+    /// Who had it before.
+    after: Option<&'s str>,
+}
+
+fn free<'s>(story: &'s Story, lock: usize) -> Vec<Free<'s>> {
     let mut times = Vec::new();
-    let mut since: Option<(Nanos, Nanos)> = None;
+    let mut since: Option<Free> = None;
+    let mut owner = None;
     for sample in &story.history.samples {
-        let held = sample.held.iter().any(|key| key.lock == lock);
+        let held = sample.held.iter().find(|key| key.lock == lock);
         // A server that takes its time to answer may have been held meanwhile.
-        let gap = since.is_some_and(|(_, last)| sample.to - last > 300 * MS);
-        if held || gap {
+        let gap = since.as_ref().is_some_and(|free| sample.to - free.to > GAP);
+        if held.is_some() || gap {
             times.extend(since.take());
         }
-        if !held {
-            since = Some((since.map_or(sample.to, |(from, _)| from), sample.from));
+        match held {
+            Some(key) => owner = Some(&*key.owner),
+            None => since.get_or_insert(Free { from: sample.to, to: sample.from, after: owner }).to = sample.from,
         }
     }
     times.extend(since);
-    times.retain(|(from, to)| to.saturating_sub(*from) >= WAKE);
+    times.retain(|free| free.to.saturating_sub(free.from) >= WAKE);
     times
 }

@@ -20,6 +20,11 @@ pub const WATCHDOG: Duration = Duration::from_millis(1_500);
 /// Locks that all workers fight for. The one after them is for those that only messages wake.
 pub const BUSY_LOCKS: usize = 6;
 
+/// Whether a slot's worker waits for messages alone: every second one has no re-checks worth the name.
+pub fn is_patient(slot: u64) -> bool {
+    slot % 2 == 1
+}
+
 /// The name of a lock.
 pub fn lock_name(lock: usize) -> String {
     format!("chaos:{lock}")

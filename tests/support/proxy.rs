@@ -67,6 +67,7 @@ impl Proxy {
             rules: Mutex::default(),
             applied: AtomicUsize::new(0),
             touched: AtomicUsize::new(0),
+            refused: AtomicUsize::new(0),
             connections: Mutex::default(),
         });
         let accepting = tokio::spawn(accept(listener, Arc::clone(&shared)));
@@ -122,6 +123,11 @@ impl Proxy {
         self.shared.touched.load(Ordering::Acquire)
     }
 
+    /// How many replies said that the server is busy with a script or has no memory.
+    pub fn refused(&self) -> usize {
+        self.shared.refused.load(Ordering::Acquire)
+    }
+
     /// Closes every connection, with what it held.
     pub fn close_now(&self) {
         let mut connections = self.shared.connections.lock().unwrap();
@@ -149,6 +155,7 @@ struct Shared {
     rules: Mutex<Vec<Rule>>,
     applied: AtomicUsize,
     touched: AtomicUsize,
+    refused: AtomicUsize,
     connections: Mutex<JoinSet<()>>,
 }
 
@@ -244,6 +251,10 @@ async fn carry_replies(shared: &Shared, expected: &Expected, mut from: OwnedRead
         while let Some(length) = frame_length(&buffer[at..]) {
             let frame = &buffer[at..at + length];
             at += length;
+            let says = |word: &[u8]| frame.windows(word.len()).any(|part| part == word);
+            if frame.starts_with(b"-BUSY ") || says(b"OOM command not allowed") {
+                shared.refused.fetch_add(1, Ordering::AcqRel);
+            }
             // A push message is nobody's reply.
             let fate = if frame[0] == b'>' { None } else { expected.lock().unwrap().pop_front().flatten() };
             match fate {

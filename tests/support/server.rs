@@ -85,6 +85,12 @@ impl Builder {
         self.arg("--requirepass", password)
     }
 
+    /// Adds a user with these rights, as in `ACL SETUSER`, who is there with them after a restart, too.
+    pub fn user(mut self, name: &str, rights: &[&str]) -> Self {
+        self.args.extend(["--user", name].iter().chain(rights).map(|&word| word.to_owned()));
+        self
+    }
+
     /// Starts the server and waits until it answers.
     pub fn start(self) -> Server {
         let login = self.password.map(|p| format!(":{p}@")).unwrap_or_default();

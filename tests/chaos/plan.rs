@@ -1,0 +1,173 @@
+//! The schedule of a run's faults, which a seed determines.
+//!
+//! None of them may break exclusion. A server that stands still, or is down and comes back with its data, lets
+//! leases run out as if it had been there, and holders are told by their own clocks. What a client sent on a connection
+//! that it has given up may arrive late: the client has the server close that connection first. A process that is
+//! killed leaves its leases behind, and so does one that may not run scripts. A server that is busy or full refuses.
+//!
+//! The [controls](Kind::is_control) must break it, or the judge is blind.
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use super::history::{NO_CHANNEL, NO_PUBLISH, NO_SCRIPTS};
+
+/// For how long each storm lasts, and the calm after it, in which what is left has to settle and waiters to wake.
+const STORM: u64 = 10_000;
+const CALM: u64 = 5_000;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    HoldRequests,
+    HoldReplies,
+    HoldBoth,
+    Delay(u64),
+    SwallowReply(&'static str),
+    CloseOnReply(&'static str),
+    CutReply(usize),
+    CloseConnections,
+    Stall,
+    KillClients(&'static str),
+    PauseClients(&'static str),
+    FlushScripts,
+    StopServer,
+    RestartServer,
+    /// A script that does not end by itself.
+    Busy,
+    /// `maxmemory` is reached.
+    FullMemory,
+    /// A worker's user may not do something for a while: what it is called, and what it may not do.
+    TakeRight(&'static str, &'static [&'static str]),
+    StopWorker,
+    KillWorker,
+    /// A control: the server comes back without its data.
+    ForgetData,
+    /// A control: the keys are deleted.
+    DeleteKeys,
+    /// A control: a lock of somebody else goes away without a message.
+    FreeInSilence,
+}
+
+/// A fault to come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Planned {
+    /// Milliseconds after the beginning.
+    pub at: u64,
+    pub lasts: u64,
+    pub kind: Kind,
+    /// Of which worker, where it is not the server's.
+    pub slot: usize,
+}
+
+impl Kind {
+    /// What it is called in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::HoldRequests => "requests held",
+            Kind::HoldReplies => "replies held",
+            Kind::HoldBoth => "both ways held",
+            Kind::Delay(_) => "slow network",
+            Kind::SwallowReply(_) => "reply swallowed",
+            Kind::CloseOnReply(_) => "closed on a reply",
+            Kind::CutReply(_) => "closed inside a reply",
+            Kind::CloseConnections => "connections closed",
+            Kind::Stall => "old connections stalled",
+            Kind::KillClients(_) => "CLIENT KILL",
+            Kind::PauseClients(_) => "CLIENT PAUSE",
+            Kind::FlushScripts => "SCRIPT FLUSH",
+            Kind::StopServer => "server stopped (SIGSTOP)",
+            Kind::RestartServer => "server killed, restarted",
+            Kind::Busy => "busy script",
+            Kind::FullMemory => "memory full",
+            Kind::TakeRight(name, _) => name,
+            // The judge knows by this beginning which processes stood still.
+            Kind::StopWorker => "worker stopped (SIGSTOP)",
+            Kind::KillWorker => "worker killed, replaced",
+            Kind::ForgetData => "server lost its data",
+            Kind::DeleteKeys => "keys deleted",
+            Kind::FreeInSilence => "freed in silence",
+        }
+    }
+
+    /// Whether it needs the server for itself.
+    pub fn is_servers(self) -> bool {
+        use Kind::*;
+        matches!(self, KillClients(_) | PauseClients(_) | FlushScripts | StopServer | RestartServer | Busy | FullMemory)
+            || matches!(self, TakeRight(..))
+            || self.is_control()
+    }
+
+    /// Whether the judge has to find something after it. He is not told of such a fault.
+    pub fn is_control(self) -> bool {
+        matches!(self, Kind::ForgetData | Kind::DeleteKeys | Kind::FreeInSilence)
+    }
+}
+
+/// The faults of a run of that many seconds.
+pub fn plan(seed: u64, seconds: u64, slots: usize) -> Vec<Planned> {
+    let mut random = StdRng::seed_from_u64(seed);
+    let last = (seconds * 1_000).saturating_sub(CALM);
+    let mut planned = Vec::new();
+    let mut at = 300;
+    loop {
+        at += random.random_range(50..500);
+        if at % (STORM + CALM) > STORM {
+            at = (at / (STORM + CALM) + 1) * (STORM + CALM);
+        }
+        if at >= last {
+            return planned;
+        }
+        let (kind, longest) = any(&mut random);
+        // Most are over before a lease is.
+        let longest = if random.random_bool(0.7) { longest / 4 } else { longest };
+        let over = (at / (STORM + CALM) * (STORM + CALM) + STORM).min(last);
+        let lasts = random.random_range(longest / 20..=longest).min(over - at);
+        planned.push(Planned { at, lasts, kind, slot: random.random_range(0..slots) });
+    }
+}
+
+/// A fault, and how long it lasts at most.
+fn any(random: &mut StdRng) -> (Kind, u64) {
+    let call = ["EVALSHA", "EVALSHA", "EVALSHA", "PING", "CLIENT", "SUBSCRIBE"][random.random_range(0..6)];
+    let rights: [(_, &[_]); 4] = [
+        (NO_CHANNEL, &["resetchannels"]),
+        (NO_PUBLISH, &["-publish"]),
+        (NO_SCRIPTS, &["-evalsha", "-eval"]),
+        ("SCRIPT LOAD refused (ACL)", &["-script"]),
+    ];
+    let (right, words) = rights[random.random_range(0..rights.len())];
+    match random.random_range(0..115) {
+        0..6 => (Kind::HoldRequests, 4_000),
+        6..12 => (Kind::HoldReplies, 4_000),
+        12..18 => (Kind::HoldBoth, 4_000),
+        18..26 => (Kind::Delay(random.random_range(10..400)), 6_000),
+        26..37 => (Kind::SwallowReply(call), 1_000),
+        37..43 => (Kind::CloseOnReply(call), 1_000),
+        43..46 => (Kind::CutReply(random.random_range(0..40)), 1_000),
+        46..52 => (Kind::CloseConnections, 0),
+        52..60 => (Kind::Stall, 5_000),
+        60..64 => (Kind::KillClients("pubsub"), 0),
+        64..68 => (Kind::KillClients("normal"), 0),
+        68..71 => (Kind::PauseClients("ALL"), 1_500),
+        71..74 => (Kind::PauseClients("WRITE"), 1_500),
+        74..79 => (Kind::FlushScripts, 0),
+        79..83 => (Kind::StopServer, 3_000),
+        83..86 => (Kind::RestartServer, 1_000),
+        86..94 => (Kind::StopWorker, 4_000),
+        94..98 => (Kind::Busy, 1_500),
+        98..102 => (Kind::FullMemory, 2_000),
+        102..109 => (Kind::TakeRight(right, words), 2_000),
+        _ => (Kind::KillWorker, 0),
+    }
+}
+
+#[test]
+fn a_seed_determines_the_faults() {
+    let planned = plan(7, 60, 6);
+    assert_eq!(planned, plan(7, 60, 6));
+    assert_ne!(planned, plan(8, 60, 6));
+    assert!(planned.len() > 50, "{}", planned.len());
+    for Planned { at, lasts, .. } in planned {
+        assert!(at % (STORM + CALM) <= STORM && (at + lasts) % (STORM + CALM) <= STORM && at + lasts <= 55_000);
+    }
+}
