@@ -11,6 +11,8 @@ mod attempts;
 mod claims;
 #[path = "chaos/faults.rs"]
 mod faults;
+#[path = "chaos/forced.rs"]
+mod forced;
 #[path = "chaos/held.rs"]
 mod held;
 #[path = "chaos/history.rs"]
@@ -19,6 +21,8 @@ mod history;
 mod judge;
 #[path = "chaos/judged.rs"]
 mod judged;
+#[path = "chaos/judged_forced.rs"]
+mod judged_forced;
 #[path = "chaos/plan.rs"]
 mod plan;
 #[path = "chaos/report.rs"]

@@ -23,6 +23,8 @@ pub struct Actor {
     pub random: StdRng,
     /// Its holder for operations that are not by a fresh one.
     pub usual: Holder,
+    /// Whether another task of the process has the same usual holder.
+    pub shares: bool,
     /// Long beside the times in which wake-ups have to come and unknown outcomes to be settled.
     pub long_lease: Duration,
 }
@@ -44,7 +46,9 @@ impl Actor {
     pub async fn act(mut self, end: Nanos) {
         while now() < end {
             let want = self.want();
-            if self.random.random_bool(0.25) {
+            if self.random.random_bool(0.01) {
+                self.force(want.lock).await;
+            } else if self.random.random_bool(0.25) {
                 self.run(want, end).await;
             } else if let Some(held) = self.acquire(want).await {
                 self.hold(want, held, end).await;
@@ -86,6 +90,12 @@ impl Actor {
         let leaves = leaves.then(|| (random.random_range(0..12), Duration::from_millis(random.random_range(1..60))));
         let holder = if random.random_bool(0.5) { self.usual } else { Holder::new() };
         Want { lock: random.random_range(0..BUSY_LOCKS), holder, lease, wait, leaves }
+    }
+
+    /// Whether all holds of that holder are this task's. Otherwise the lock does not keep the others out, and a hold without
+    /// a guard may be given back by any of them.
+    fn is_alone(&self, holder: Holder) -> bool {
+        !self.shares || holder != self.usual
     }
 
     fn up_to(&mut self, ms: u64) -> Duration {
@@ -155,9 +165,12 @@ impl Actor {
             let inner = Want { lock: want.lock, holder: want.holder, ..self.want() };
             let Some(held) = self.acquire(inner).await else { break };
             holds.push(held);
+            if !self.is_alone(want.holder) {
+                continue;
+            }
             self.count(want, &holds).await;
         }
-        if self.random.random_bool(0.6) {
+        if self.random.random_bool(0.6) && self.is_alone(want.holder) {
             self.section(&holds[0]).await;
         }
         let mut time = match self.random.random_range(0..40) {
@@ -216,7 +229,8 @@ impl Actor {
     }
 
     async fn give(&mut self, holder: Holder, mut held: Held) {
-        let how = ["unlock", "unlock", "unlock", "drop", "leave", "forget"][self.random.random_range(0..6)];
+        let how = ["unlock", "unlock", "unlock", "drop", "leave", "forget"]
+            [self.random.random_range(0..if self.is_alone(holder) { 6 } else { 5 })];
         let Some(guard) = held.giving(how) else { return };
         let outcome = match how {
             "unlock" => Some(guard.unlock().await),
@@ -244,6 +258,19 @@ impl Actor {
         }
     }
 
+    /// Frees a lock as an operator does, whoever has it.
+    async fn force(&self, lock: usize) {
+        let attempt = self.recorder.attempt();
+        self.recorder.record(now(), attempt, Event::Forcing { lock });
+        let outcome = match self.lock(lock).force_unlock().await {
+            Ok(true) => "freed".to_owned(),
+            Ok(false) => "free".to_owned(),
+            Err(Error::Unknown { .. }) => "unknown".to_owned(),
+            Err(error) => error.to_string(),
+        };
+        self.recorder.record(now(), attempt, Event::Forced { outcome });
+    }
+
     /// Guarded work in `run`, with an inner hold at times.
     async fn run(&mut self, want: Want, end: Nanos) {
         let mut asked = self.invoked(Want { leaves: None, ..want }, "run");
@@ -259,7 +286,7 @@ impl Actor {
             }
             _ => self.up_to(10),
         };
-        let (works, nests) = (self.random.random_bool(0.6), self.random.random_bool(0.3));
+        let (works, nests) = (self.random.random_bool(0.6) && self.is_alone(want.holder), self.random.random_bool(0.3));
         let mut began = false;
         let guarded = async {
             began = true;

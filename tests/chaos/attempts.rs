@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 
+use super::forced::Force;
 use super::history::{Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, slot_of};
 
 /// For how long a process must have had no fault until all that was unclear is settled in its background.
@@ -14,6 +15,7 @@ pub struct Attempt {
     pub lock: usize,
     pub owner: String,
     pub how: String,
+    pub lease: Nanos,
     pub invoked: Nanos,
     pub granted: Option<Nanos>,
     /// Until when its holder has said to be sure.
@@ -70,6 +72,8 @@ impl Attempt {
 /// A history that has been read with understanding.
 pub struct Story<'a> {
     pub attempts: Vec<Attempt>,
+    pub forces: Vec<Force>,
+    places: HashMap<(u64, u64), usize>,
     pub history: &'a History,
     killed: HashMap<u64, Nanos>,
     longest_lease: Nanos,
@@ -92,18 +96,44 @@ impl<'a> Story<'a> {
                     lock: *lock,
                     owner: owner.clone(),
                     how: how.clone(),
+                    lease: *lease,
                     invoked: line.at,
                     ..Attempt::default()
                 });
             }
         }
-        for Line { at, process, attempt, event } in lines {
+        for Line { at, process, attempt, event } in &lines {
             if let Some(place) = places.get(&(*process, *attempt)) {
                 attempts[*place].take(*at, event);
             }
         }
         let killed = history.killed.iter().copied().collect();
-        Self { attempts, history, killed, longest_lease }
+        let mut story = Self { attempts, forces: Vec::new(), places, history, killed, longest_lease };
+        for Line { at, process, attempt, event } in lines {
+            match event {
+                Event::Forcing { lock } => {
+                    // Until its end is known.
+                    let to = story.killed(*process).map_or(Nanos::MAX, |killed| story.settled(*process, killed));
+                    let (process, attempt) = (*process, *attempt);
+                    story.forces.push(Force { process, attempt, lock: *lock, from: *at, to, freed: true });
+                }
+                Event::Forced { outcome } => {
+                    let unknown = outcome == "unknown";
+                    let to = if unknown { story.settled(*process, *at) } else { *at };
+                    let mut forces = story.forces.iter_mut();
+                    if let Some(force) = forces.rfind(|force| (force.process, force.attempt) == (*process, *attempt)) {
+                        (force.to, force.freed) = (to, unknown || outcome == "freed");
+                    }
+                }
+                _ => {}
+            }
+        }
+        story
+    }
+
+    /// What a process calls its attempt of that number.
+    pub fn attempt(&self, process: u64, attempt: u64) -> Option<&Attempt> {
+        self.places.get(&(process, attempt)).map(|place| &self.attempts[*place])
     }
 
     /// When a process was killed, if it was.
@@ -207,7 +237,8 @@ impl Attempt {
                     section.ended = Some((at, *read, *proven));
                 }
             }
-            Event::Invoked { .. } | Event::Count { .. } | Event::Panicked { .. } | Event::Ended { .. } => {}
+            Event::Invoked { .. } | Event::Count { .. } | Event::Forcing { .. } | Event::Forced { .. } => {}
+            Event::Panicked { .. } | Event::Ended { .. } => {}
         }
     }
 }

@@ -1,6 +1,7 @@
 //! What holders may rely on: that nobody else has the lock, that the server has it for them, that they hear of its loss.
 
 use super::attempts::{Attempt, Story};
+use super::forced::{excuses, in_the_dark};
 use super::history::{Fault, MS, Nanos};
 use super::judge::{Rule, TOLD, Violation, locks, name};
 
@@ -14,9 +15,11 @@ pub fn exclusion(story: &Story, found: &mut Vec<Violation>) {
         for (from, to, attempt) in sure_of(story, lock) {
             open.retain(|(until, _)| *until > from);
             for (until, other) in open.iter().filter(|(_, other)| other.owner != attempt.owner) {
-                let both = (to.min(*until) - from) / MS;
+                let over = to.min(*until);
+                let both = (over - from) / MS;
+                let forced = [*other, attempt].into_iter().flat_map(|attempt| excuses(story, attempt, from, over));
                 let what = format!("lock {lock}: {} and {} were both sure for {both} ms", name(other), name(attempt));
-                found.push(Violation { rule: Rule::Exclusion, at: from, what });
+                found.push(Violation::new(Rule::Exclusion, from, what).unless(forced.collect()));
             }
             open.push((to, attempt));
         }
@@ -34,20 +37,28 @@ pub fn server(story: &Story, found: &mut Vec<Violation>) {
             }
             open.retain(|(to, _)| *to >= sample.to);
             for (_, attempt) in &open {
-                let holds = open.iter().filter(|(_, other)| other.owner == attempt.owner).count() as u64;
+                let own: Vec<_> =
+                    open.iter().map(|(_, other)| *other).filter(|other| other.owner == attempt.owner).collect();
                 let has = sample.held.iter().find(|key| key.lock == lock && key.owner == attempt.owner);
                 let expires = has.and_then(|key| Nanos::try_from(key.pttl).ok());
                 let expires = expires.map_or(Nanos::MAX, |pttl| sample.to + (pttl + ROUNDED) * MS);
                 let has = has.map_or(0, |key| key.count);
                 let said = attempt.said.iter().rev().find(|(at, _)| *at <= sample.from);
+                // It may have been looked at after a force unlock, whenever it was asked.
+                let forced = |attempt: &Attempt| excuses(story, attempt, sample.to, sample.from);
                 if let Some((_, until)) = said.filter(|(_, until)| *until > expires) {
                     let ms = (until - expires) / MS;
                     let what = format!("lock {lock}: {} is sure for {ms} ms more than its lease lasts", name(attempt));
-                    found.push(Violation { rule: Rule::Unfounded, at: sample.from, what });
+                    found.push(Violation::new(Rule::Unfounded, sample.from, what).unless(forced(attempt)));
                 }
+                let holds = own.len() as u64;
                 if has < holds {
                     let what = format!("lock {lock}: {} is sure of {holds}, the server has {has}", name(attempt));
-                    found.push(Violation { rule: Rule::Unfounded, at: sample.from, what });
+                    let gone: Vec<_> = own.iter().map(|own| forced(own)).filter(|forced| !forced.is_empty()).collect();
+                    // The others have what the server has.
+                    let enough = holds - gone.len() as u64 <= has;
+                    let forced = gone.into_iter().flatten().filter(|_| enough).collect();
+                    found.push(Violation::new(Rule::Unfounded, sample.from, what).unless(forced));
                 }
             }
         }
@@ -67,10 +78,16 @@ pub fn told(story: &Story, found: &mut Vec<Violation>) {
             let Some(by) = rival.granted.map(|rival| rival + TOLD) else { continue };
             let stood = |fault: &&Fault| fault.kind.starts_with("worker") && fault.from < by && fault.to > granted;
             let ran = story.faults_of(holder.process).find(stood).is_none();
-            let heard = holder.lost.as_ref().is_some_and(|lost| lost.at <= by);
-            if ran && !heard && gone.is_none_or(|gone| gone > by) {
+            let knew = |by: Nanos| {
+                holder.lost.as_ref().is_some_and(|lost| lost.at <= by) || gone.is_some_and(|gone| gone <= by)
+            };
+            if ran && !knew(by) {
                 let what = format!("lock {lock}: {} did not hear that {} was granted it", name(holder), name(rival));
-                found.push(Violation { rule: Rule::NotTold, at: by, what });
+                let forced = in_the_dark(story, holder).into_iter().filter(|dark| {
+                    rival.granted.is_some_and(|granted| granted >= dark.from) && knew(dark.to.saturating_add(TOLD))
+                });
+                let forced = forced.map(|dark| dark.excuse).collect();
+                found.push(Violation::new(Rule::NotTold, by, what).unless(forced));
             }
         }
     }
@@ -86,9 +103,10 @@ pub fn stopped(story: &Story, found: &mut Vec<Violation>) {
             let mut later = grants[grants.partition_point(|(from, ..)| *from <= granted)..].iter();
             let Some((taken, _, rival)) = later.find(|(.., other)| other.owner != run.owner) else { continue };
             if let Some(at) = run.steps.iter().filter(|step| *step >= taken).nth(1) {
+                let forced = excuses(story, run, *taken, *run.steps.last().unwrap_or(at));
                 let (run, rival, ms) = (name(run), name(rival), (at - taken) / MS);
                 let what = format!("lock {lock}: {run} went on {ms} ms after {rival} was granted it");
-                found.push(Violation { rule: Rule::NotStopped, at: *at, what });
+                found.push(Violation::new(Rule::NotStopped, *at, what).unless(forced));
             }
         }
     }
@@ -102,6 +120,9 @@ pub fn register(story: &Story, found: &mut Vec<Violation>) {
         for attempt in story.attempts.iter().filter(|attempt| attempt.lock == lock) {
             for section in &attempt.sections {
                 match section.ended {
+                    Some((ended, _, true)) if !excuses(story, attempt, ended, section.began).is_empty() => {
+                        unsure.push((section.began, ended));
+                    }
                     Some((ended, read, true)) => proven.push((section.began, ended, read, attempt)),
                     ended => {
                         let until = story.may_write_until(attempt, ended.map(|(at, ..)| at));
@@ -123,7 +144,7 @@ pub fn register(story: &Story, found: &mut Vec<Violation>) {
                 let (first, second) = (name(first), name(second));
                 let wrote = before + 1;
                 let what = format!("lock {lock}: {first} wrote {wrote}, and {second} after it read {read}");
-                found.push(Violation { rule: Rule::LostUpdate, at: *ended, what });
+                found.push(Violation::new(Rule::LostUpdate, *ended, what));
             }
         }
     }

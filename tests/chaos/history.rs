@@ -62,6 +62,10 @@ pub enum Event {
     SectionEnded { read: u64, proven: bool },
     /// The future of a `run` takes a step: what it would do now others would see.
     Worked,
+    /// A force unlock begins.
+    Forcing { lock: usize },
+    /// It has ended: "freed", "free", "unknown", or words.
+    Forced { outcome: String },
     /// Something panicked in the process.
     Panicked { why: String },
     /// The process has finished all its operations, and has that many tasks more than before it made its client.
@@ -171,6 +175,8 @@ impl Line {
             Event::SectionBegan => ("section", json!({})),
             Event::SectionEnded { read, proven } => ("section ended", json!({ "read": read, "proven": proven })),
             Event::Worked => ("worked", json!({})),
+            Event::Forcing { lock } => ("forcing", json!({ "lock": lock })),
+            Event::Forced { outcome } => ("forced", json!({ "why": outcome })),
             Event::Panicked { why } => ("panicked", json!({ "why": why })),
             Event::Ended { tasks, shutdown } => ("ended", json!({ "tasks": tasks, "why": shutdown })),
         };
@@ -205,6 +211,8 @@ impl Line {
             "section" => Event::SectionBegan,
             "section ended" => Event::SectionEnded { read: number("read")?, proven: value["proven"].as_bool()? },
             "worked" => Event::Worked,
+            "forcing" => Event::Forcing { lock: number("lock")? as usize },
+            "forced" => Event::Forced { outcome: word("why")? },
             "panicked" => Event::Panicked { why: word("why")? },
             "ended" => Event::Ended { tasks: number("tasks")?, shutdown: word("why")? },
             _ => return None,
@@ -274,6 +282,8 @@ fn what_is_written_is_read_again() {
         Event::SectionBegan,
         Event::SectionEnded { read: 7, proven: true },
         Event::Worked,
+        Event::Forcing { lock: 1 },
+        Event::Forced { outcome: "freed".into() },
         Event::Panicked { why: "at a line".into() },
         Event::Ended { tasks: 0, shutdown: "ok".into() },
     ];

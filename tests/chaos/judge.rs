@@ -15,6 +15,10 @@
 //! **Stopped.** The future of a `run` begins no step after a rival's grant was returned. The step that is under way then may
 //! end; it is told by the next one, and no time is allowed for that: a process that stood still looks at the clock first.
 //!
+//! **Force unlocks.** A force unlock permits all of this for the possession of one owner, of those who may have had the lock
+//! while it was under way: from its invocation until the server is seen to have the lock for that owner after all, or until the
+//! lease is over by the owner's clock. That the holder is told ends it as well: nobody is sure after that.
+//!
 //! **Truth.** The server never has more holds of an owner than attempts of that owner that may be there: not one that was
 //! told to have failed, or to be given back, not for a moment; one whose end is not known until its process has been
 //! without a fault for two seconds. No key is without an expiry. The counts that are told are right. No unlock
@@ -38,6 +42,7 @@ use std::fmt;
 
 use super::attempts::{Attempt, Story};
 use super::claims::{exclusion, register, server, stopped, told};
+use super::forced::{Excuse, unexplained};
 use super::history::{History, MS, Nanos, seconds};
 use super::wakeups::wakeups;
 use super::words::{truth, words};
@@ -78,6 +83,20 @@ pub struct Violation {
     pub rule: Rule,
     pub at: Nanos,
     pub what: String,
+    /// What may have been the reason and is none of the library's fault.
+    pub excuses: Vec<Excuse>,
+}
+
+impl Violation {
+    /// One for which there is no excuse.
+    pub fn new(rule: Rule, at: Nanos, what: String) -> Self {
+        Self { rule, at, what, excuses: Vec::new() }
+    }
+
+    /// With what may have been the reason.
+    pub fn unless(self, excuses: Vec<Excuse>) -> Self {
+        Self { excuses, ..self }
+    }
 }
 
 impl fmt::Display for Violation {
@@ -99,6 +118,7 @@ pub fn judge(history: &History) -> Vec<Violation> {
     wakeups(&story, &mut found);
     register(&story, &mut found);
     conservation(&story, &mut found);
+    let mut found = unexplained(found);
     found.sort_by_key(|violation| violation.at);
     found
 }
@@ -120,10 +140,10 @@ fn conservation(story: &Story, found: &mut Vec<Violation>) {
             (Some(_), Some(_)) => continue,
         };
         let what = format!("lock {}: {} {problem}", attempt.lock, name(attempt));
-        found.push(Violation { rule: Rule::Conservation, at: end, what });
+        found.push(Violation::new(Rule::Conservation, end, what));
     }
     for left in &story.history.left {
-        found.push(Violation { rule: Rule::Conservation, at: end, what: left.clone() });
+        found.push(Violation::new(Rule::Conservation, end, left.clone()));
     }
 }
 

@@ -1,6 +1,6 @@
 //! The judge is judged: histories made by hand, each with one thing wrong, and clean ones that look suspicious.
 
-use super::history::{Event, MS, Nanos};
+use super::history::{Event, MS, NO_CHANNEL, NO_PUBLISH, NO_SCRIPTS, Nanos};
 use super::judge::Rule;
 use super::tale::{Tale, owner};
 
@@ -187,6 +187,36 @@ fn a_waiter_before_a_free_lock_is_found() {
     idle.breaks(&[Rule::LostWakeup]);
     // The line in its process moves.
     tale(2_500).granted(1_303, 2, 2).gave(1_307, 2, 2, "ok").breaks(&[]);
+}
+
+#[test]
+fn a_release_that_nobody_could_hear_excuses_those_without_rechecks() {
+    let tale = |waiter| {
+        let tale = Tale::default().granted(100, 1, 1).invoked(150, waiter, 1).gave(200, 1, 1, "ok");
+        let tale = tale.line(4_000, waiter, 1, Event::Granted { remaining: 0 }).gave(4_005, waiter, 1, "ok");
+        tale.server(0, 90, &[]).server(100, 200, &[(1, 1)]).server(210, 4_000, &[])
+    };
+    tale(3).breaks(&[Rule::LostWakeup]);
+    tale(3).fault(190, 300, NO_PUBLISH, Some(1)).breaks(&[]);
+    // It was not the releasing process that could not publish, or not then.
+    tale(3).fault(190, 300, NO_PUBLISH, Some(5)).breaks(&[Rule::LostWakeup]);
+    tale(3).fault(600, 700, NO_PUBLISH, Some(1)).breaks(&[Rule::LostWakeup]);
+    // Who was refused the subscription is deaf, who asks again by itself is not.
+    tale(3).fault(140, 160, NO_CHANNEL, Some(3)).breaks(&[]);
+    for kind in [NO_PUBLISH, NO_CHANNEL] {
+        tale(2).fault(190, 300, kind, Some(1)).breaks(&[Rule::LostWakeup]);
+        tale(2).fault(140, 160, kind, Some(2)).breaks(&[Rule::LostWakeup]);
+    }
+}
+
+#[test]
+fn a_release_that_is_refused_leaves_the_lease() {
+    let refused = || Tale::default().granted(100, 1, 1).gave(200, 1, 1, "the server refused it");
+    let taken = || refused().fault(150, 400, NO_SCRIPTS, Some(1));
+    taken().server(3_300, 3_310, &[(1, 1)]).breaks(&[]);
+    taken().server(3_500, 3_510, &[(1, 1)]).breaks(&[Rule::Leak]);
+    refused().fault(150, 400, NO_SCRIPTS, Some(2)).server(3_300, 3_310, &[(1, 1)]).breaks(&[Rule::Leak]);
+    refused().fault(150, 400, NO_PUBLISH, Some(1)).server(3_300, 3_310, &[(1, 1)]).breaks(&[Rule::Leak]);
 }
 
 #[test]

@@ -30,6 +30,8 @@ impl Figures {
         row("grants/s", (grants as u64 / seconds.max(1)).to_string());
         row("re-entries", reentries(&story).to_string());
         row("callers that left", count(|event| matches!(event, Event::Cancelled)).to_string());
+        let forced = count(|event| matches!(event, Event::Forced { outcome } if outcome == "freed"));
+        row("locks freed by force", forced.to_string());
         row("losses told", story.attempts.iter().filter(|attempt| attempt.lost.is_some()).count().to_string());
         let unknown = count(|event| matches!(event, Event::Unknown { .. }));
         let unlocks = count(|event| matches!(event, Event::Gave { outcome } if outcome == "unknown"));

@@ -161,7 +161,7 @@ fn take<T>(written: &Mutex<Vec<T>>) -> Vec<T> {
 fn broke_off(panic: &(dyn Any + Send), at: Nanos) -> Violation {
     let said = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
     let what = format!("the run broke off: {}", said.unwrap_or("a panic without words"));
-    Violation { rule: Rule::Panic, at, what }
+    Violation::new(Rule::Panic, at, what)
 }
 
 /// Waits until everything has come to its end. Tells what has not.

@@ -1,6 +1,7 @@
 //! Whether anybody waits in front of a free lock.
 
 use super::attempts::{Attempt, Story};
+use super::forced::Force;
 use super::history::{Fault, MS, NO_CHANNEL, NO_PUBLISH, Nanos, slot_of};
 use super::judge::{Rule, Violation, locks, name};
 use super::worker::is_patient;
@@ -39,7 +40,7 @@ pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
                     if begin.min(to).saturating_sub(from) >= WAKE {
                         let ms = (begin.min(to) - from) / MS;
                         let what = format!("lock {lock}: free for {ms} ms while {} waited", name(waiter));
-                        found.push(Violation { rule: Rule::LostWakeup, at: from, what });
+                        found.push(Violation::new(Rule::LostWakeup, from, what));
                         break;
                     }
                     from = from.max(over);
@@ -55,7 +56,9 @@ fn silent(story: &Story, lock: usize, from: Nanos, after: Option<&str>) -> bool 
     let then = |fault: &&Fault| fault.from <= from && fault.to + GAP >= from;
     let by_slot = |slot| {
         let own = |attempt: &&Attempt| attempt.lock == lock && Some(&*attempt.owner) == after;
+        let forced = |force: &&Force| force.lock == lock && force.from <= from && force.to.saturating_add(GAP) >= from;
         story.attempts.iter().filter(own).any(|attempt| slot_of(attempt.process) == slot)
+            || story.forces.iter().filter(forced).any(|force| slot_of(force.process) == slot)
     };
     story.history.faults.iter().filter(mute).filter(then).any(|fault| fault.slot.is_some_and(by_slot))
 }

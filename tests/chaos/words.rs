@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use super::attempts::{Attempt, Loss, Story};
+use super::forced::excuses;
 use super::history::{Event, MS, Nanos};
 use super::judge::{Rule, TOLD, Violation, name};
 
@@ -28,7 +29,7 @@ pub fn truth(story: &Story, found: &mut Vec<Violation>) {
         for key in &sample.held {
             if key.pttl == -1 {
                 let what = format!("lock {}: the key of {} has no expiry", key.lock, key.owner);
-                found.push(Violation { rule: Rule::NoExpiry, at: sample.from, what });
+                found.push(Violation::new(Rule::NoExpiry, sample.from, what));
             }
             let place = (key.lock, &*key.owner);
             let open = open.entry(place).or_default();
@@ -44,7 +45,7 @@ pub fn truth(story: &Story, found: &mut Vec<Violation>) {
                 let (lock, owner, count, pttl) = (key.lock, &key.owner, key.count, key.pttl);
                 let what =
                     format!("lock {lock}: the server has {count} holds of {owner} ({pttl} ms), who can have {holds}");
-                found.push(Violation { rule: Rule::Leak, at: sample.from, what });
+                found.push(Violation::new(Rule::Leak, sample.from, what));
             }
         }
     }
@@ -53,25 +54,25 @@ pub fn truth(story: &Story, found: &mut Vec<Violation>) {
 /// Whether what was told is so.
 pub fn words(story: &Story, found: &mut Vec<Violation>) {
     for attempt in &story.attempts {
-        if let Some(at) = false_loss(story, attempt) {
+        if let Some(at) = false_loss(story, attempt).filter(|at| !freed_here(story, attempt, *at)) {
             let what = format!("lock {}: {} was told to be lost, and the server had it", attempt.lock, name(attempt));
-            found.push(Violation { rule: Rule::Lie, at, what });
+            found.push(Violation::new(Rule::Lie, at, what).unless(excuses(story, attempt, at, at)));
         }
         if let Some(at) = contended_by_nobody(story, attempt) {
             let what = format!("lock {}: {} was told of contention, and nobody was there", attempt.lock, name(attempt));
-            found.push(Violation { rule: Rule::Lie, at, what });
+            found.push(Violation::new(Rule::Lie, at, what));
         }
         let sure_after =
             |lost: &Loss| attempt.said.iter().find(|(at, until)| *at > lost.at && until > at).map(|said| said.0);
         if let Some(at) = attempt.lost.as_ref().and_then(sure_after) {
             let what = format!("lock {}: {} was sure after it was told to have lost", attempt.lock, name(attempt));
-            found.push(Violation { rule: Rule::Lie, at, what });
+            found.push(Violation::new(Rule::Lie, at, what));
         }
         let confirmed = attempt.gave.as_ref().filter(|(_, outcome)| outcome == "ok");
         if let (Some((at, _)), Some(lost), Some(giving)) = (confirmed, &attempt.lost, attempt.giving) {
             if lost.at < giving {
                 let what = format!("lock {}: {} was lost, and its unlock succeeded", attempt.lock, name(attempt));
-                found.push(Violation { rule: Rule::Lie, at: *at, what });
+                found.push(Violation::new(Rule::Lie, *at, what));
             }
         }
     }
@@ -79,15 +80,17 @@ pub fn words(story: &Story, found: &mut Vec<Violation>) {
         match &line.event {
             Event::Count { expected, found: count } if expected != count => {
                 let what = format!("process {}: {expected} holds, and the count told is {count}", line.process);
-                found.push(Violation { rule: Rule::Count, at: line.at, what });
+                let forced = story.attempt(line.process, line.attempt);
+                let forced = forced.map(|attempt| excuses(story, attempt, line.at, line.at)).unwrap_or_default();
+                found.push(Violation::new(Rule::Count, line.at, what).unless(forced));
             }
             Event::Panicked { why } => {
                 let what = format!("process {}: {why}", line.process);
-                found.push(Violation { rule: Rule::Panic, at: line.at, what });
+                found.push(Violation::new(Rule::Panic, line.at, what));
             }
             Event::Ended { tasks, shutdown } if *tasks > 0 || shutdown != "ok" => {
                 let what = format!("process {} ended with {tasks} tasks (shutdown: {shutdown})", line.process);
-                found.push(Violation { rule: Rule::Conservation, at: line.at, what });
+                found.push(Violation::new(Rule::Conservation, line.at, what));
             }
             _ => {}
         }
@@ -112,6 +115,12 @@ fn false_loss(story: &Story, attempt: &Attempt) -> Option<Nanos> {
         None => claimed && had,
     };
     false_loss.then_some(at)
+}
+
+/// Whether its own process was about to free the lock by force: it tells its holders first, and may fail then.
+fn freed_here(story: &Story, attempt: &Attempt, told: Nanos) -> bool {
+    let mut here = story.forces.iter().filter(|force| (force.process, force.lock) == (attempt.process, attempt.lock));
+    here.any(|force| (force.from..force.to.saturating_add(TOLD)).contains(&told))
 }
 
 /// Until when the server had promised the hold when it was last looked at, shortly before a loss was told. `None` if it did not

@@ -20,6 +20,9 @@ pub const WATCHDOG: Duration = Duration::from_millis(1_500);
 /// Locks that all workers fight for. The one after them is for those that only messages wake.
 pub const BUSY_LOCKS: usize = 6;
 
+/// How many tasks of a worker are often the same holder.
+const SHARING: u64 = 2;
+
 /// Whether a slot's worker waits for messages alone: every second one has no re-checks worth the name.
 pub fn is_patient(slot: u64) -> bool {
     slot % 2 == 1
@@ -60,21 +63,23 @@ pub async fn work() {
         }
     };
     let long_lease = Duration::from_millis(number("LONG_LEASE"));
-    let actor = |seed| Actor {
+    let shared = Holder::new();
+    let actor = |seed, shares: bool| Actor {
         client: client.clone(),
         recorder: Arc::clone(&recorder),
         direct: direct.clone(),
         connection: None,
         random: StdRng::seed_from_u64(seed),
-        usual: Holder::new(),
+        usual: if shares { shared } else { Holder::new() },
+        shares,
         long_lease,
     };
     let mut tasks = JoinSet::new();
     for task in 0..number("TASKS") {
-        tasks.spawn(actor(number("SEED") ^ (process << 32) ^ (task << 16)).act(end));
+        tasks.spawn(actor(number("SEED") ^ (process << 32) ^ (task << 16), task < SHARING).act(end));
     }
     for task in 0..if patient { 2 } else { 0 } {
-        tasks.spawn(actor(number("SEED") ^ (process << 32) ^ (task << 16) ^ (1 << 60)).hand_over(end));
+        tasks.spawn(actor(number("SEED") ^ (process << 32) ^ (task << 16) ^ (1 << 60), false).hand_over(end));
     }
     while let Some(outcome) = tasks.join_next().await {
         outcome.expect("no actor panics");

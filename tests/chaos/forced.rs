@@ -1,0 +1,90 @@
+//! What a force unlock permits: that one owner's possession ends without its holder's doing, who may not know until a renewal
+//! tells, or until the lease is over by its own clock.
+//!
+//! Whom it took is not told. So what is wrong with the time that follows is noted with those whose possession explains it, and
+//! each force unlock is taken to have met the one owner who explains most.
+
+use std::collections::HashMap;
+
+use super::attempts::{Attempt, Story};
+use super::history::{Key, Nanos};
+use super::judge::Violation;
+
+/// A force unlock.
+#[derive(Debug, Clone)]
+pub struct Force {
+    pub process: u64,
+    pub attempt: u64,
+    pub lock: usize,
+    pub from: Nanos,
+    /// When it returned, or until when its script may have run.
+    pub to: Nanos,
+    /// Whether it may have freed the lock.
+    pub freed: bool,
+}
+
+/// A force unlock, by its place in the story, and the owner whom it took.
+pub type Excuse = (usize, String);
+
+/// A time in which a holder may not know that it was forced out.
+pub struct InTheDark {
+    pub from: Nanos,
+    pub to: Nanos,
+    pub excuse: Excuse,
+}
+
+/// When an attempt's holder may not have known that it was forced out.
+pub fn in_the_dark(story: &Story, attempt: &Attempt) -> Vec<InTheDark> {
+    let may_have_met = |force: &Force| {
+        let asked = force.freed && force.lock == attempt.lock && attempt.invoked <= force.to;
+        asked && story.may_hold_until(attempt) >= force.from
+    };
+    let met = story.forces.iter().enumerate().filter(|(_, force)| may_have_met(force));
+    met.map(|(number, force)| {
+        let to = lease_over(story, attempt, force).min(seen_again(story, attempt, force));
+        InTheDark { from: force.from, to, excuse: (number, attempt.owner.clone()) }
+    })
+    .collect()
+}
+
+/// What may explain that somebody was wrong from then until then.
+pub fn excuses(story: &Story, attempt: &Attempt, from: Nanos, to: Nanos) -> Vec<Excuse> {
+    let all = in_the_dark(story, attempt).into_iter();
+    all.filter(|dark| dark.from <= from && to <= dark.to).map(|dark| dark.excuse).collect()
+}
+
+/// Leaves what no force unlock explains.
+pub fn unexplained(found: Vec<Violation>) -> Vec<Violation> {
+    let mut explained: HashMap<&Excuse, usize> = HashMap::new();
+    found.iter().flat_map(|violation| &violation.excuses).for_each(|excuse| *explained.entry(excuse).or_default() += 1);
+    let mut met: HashMap<usize, (usize, &str)> = HashMap::new();
+    for ((force, owner), number) in explained {
+        let most = met.entry(*force).or_default();
+        *most = (number, &**owner).max(*most);
+    }
+    let met: HashMap<usize, String> = met.into_iter().map(|(force, (_, owner))| (force, owner.to_owned())).collect();
+    let stands = |violation: &Violation| !violation.excuses.iter().any(|(force, owner)| met.get(force) == Some(owner));
+    found.into_iter().filter(stands).collect()
+}
+
+/// When the owner's lease is over by its own clock: it holds as long as the longest that it took.
+fn lease_over(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
+    let own = same_owner(story, attempt).filter(|other| other.invoked <= force.to);
+    force.to.saturating_add(own.map(|other| other.lease).max().unwrap_or(0))
+}
+
+/// When the server was seen to have the lock for the owner after all, who cannot have come back in between.
+fn seen_again(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
+    let samples = &story.history.samples;
+    let mut later = samples[samples.partition_point(|sample| sample.from <= force.to)..].iter();
+    let has = |key: &Key| key.lock == attempt.lock && key.owner == attempt.owner;
+    let Some(seen) = later.find(|sample| sample.held.iter().any(has)) else { return Nanos::MAX };
+    let mut others = same_owner(story, attempt).filter(|other| !std::ptr::eq(*other, attempt));
+    let comes_back =
+        others.any(|other| other.invoked <= seen.to && other.answered().is_none_or(|answered| answered >= force.from));
+    if comes_back { Nanos::MAX } else { seen.from }
+}
+
+fn same_owner<'s>(story: &'s Story, attempt: &'s Attempt) -> impl Iterator<Item = &'s Attempt> {
+    story.attempts.iter().filter(move |other| (other.lock, &other.owner) == (attempt.lock, &attempt.owner))
+}

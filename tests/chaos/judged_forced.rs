@@ -1,0 +1,123 @@
+//! The judge is judged: what a force unlock permits, and what it does not.
+
+use super::history::{Event, MS, Nanos};
+use super::judge::Rule;
+use super::tale::{Tale, owner};
+
+impl Tale {
+    /// An operator's force unlock of lock 0, in process 9.
+    fn forced(self, from: Nanos, to: Nanos, outcome: &str) -> Self {
+        let tale = self.line(from, 9, 7, Event::Forcing { lock: 0 });
+        tale.line(to, 9, 7, Event::Forced { outcome: outcome.into() })
+    }
+
+    fn sure(self, at: Nanos, process: u64, until: Nanos) -> Self {
+        self.line(at, process, 1, Event::Sure { remaining: (until - at) * MS })
+    }
+
+    fn lost(self, at: Nanos, process: u64) -> Self {
+        self.line(at, process, 1, Event::Lost { reason: "Gone".into() })
+    }
+}
+
+/// Process 1 has the lock from 100, for two seconds; process 2 has it from 1020; and the first is told at 1400.
+fn taken_over() -> Tale {
+    let tale = Tale::default().granted(100, 1, 1).lost(1_400, 1).gave(1_500, 1, 1, "lost");
+    tale.granted(1_020, 2, 1).gave(1_100, 2, 1, "ok")
+}
+
+#[test]
+fn what_was_forced_may_be_had_twice_until_it_is_told() {
+    taken_over().breaks(&[Rule::Exclusion]);
+    taken_over().forced(1_000, 1_010, "freed").breaks(&[]);
+    taken_over().forced(1_000, 1_010, "unknown").breaks(&[]);
+    taken_over().forced(1_000, 1_010, "free").breaks(&[Rule::Exclusion]);
+    // Another lock, or too late.
+    let other = taken_over().line(1_000, 9, 7, Event::Forcing { lock: 1 });
+    other.line(1_010, 9, 7, Event::Forced { outcome: "freed".into() }).breaks(&[Rule::Exclusion]);
+    taken_over().forced(1_030, 1_040, "freed").breaks(&[Rule::Exclusion]);
+}
+
+#[test]
+fn a_force_unlock_is_no_excuse_for_being_sure_after_it_was_told() {
+    taken_over().forced(1_000, 1_010, "freed").sure(1_390, 1, 2_090).breaks(&[]);
+    taken_over().forced(1_000, 1_010, "freed").sure(1_410, 1, 2_090).breaks(&[Rule::Lie]);
+}
+
+#[test]
+fn a_holder_that_never_hears_of_a_force_unlock_is_found() {
+    // Its lease is over at 3010, and a second is for the writing down.
+    let tale = |told| Tale::default().granted(100, 1, 1).lost(told, 1).gave(9_000, 1, 1, "lost");
+    let tale = |told| tale(told).forced(1_000, 1_010, "freed").granted(2_200, 2, 1).gave(2_300, 2, 1, "ok");
+    tale(3_900).breaks(&[]);
+    tale(4_100).breaks(&[Rule::NotTold]);
+    // It goes on being sure.
+    tale(3_900).sure(3_300, 1, 3_800).granted(3_500, 3, 1).gave(3_600, 3, 1, "ok").breaks(&[Rule::Exclusion]);
+}
+
+#[test]
+fn a_force_unlock_takes_one_owner() {
+    // Two more have it at once.
+    let tale = || taken_over().forced(1_000, 1_010, "freed").granted(1_050, 3, 1).gave(1_090, 3, 1, "ok");
+    tale().breaks(&[Rule::Exclusion]);
+    // They had all asked before, so each of them may be the one; not two of them.
+    let three = |granted: [Nanos; 3]| {
+        let tale = Tale::default().forced(1_000, 1_010, "freed");
+        granted.into_iter().zip(1..).fold(tale, |tale, (at, process)| {
+            let granted = Event::Granted { remaining: 2_000 * MS };
+            tale.invoked(90, process, 1).line(at, process, 1, granted).gave(1_500, process, 1, "ok")
+        })
+    };
+    three([1_020, 1_030, 1_040]).breaks(&[Rule::Exclusion]);
+    three([1_020, 1_030, 1_600]).gave(1_700, 3, 1, "ok").breaks(&[]);
+}
+
+#[test]
+fn who_is_seen_to_have_the_lock_after_a_force_unlock_was_not_its_victim() {
+    let tale = |process| {
+        let tale = Tale::default().forced(1_000, 1_010, "freed");
+        let tale = tale.server(1_050, 1_060, &[(process, 1)]).granted(100, 1, 1).gave(1_500, 1, 1, "ok");
+        tale.granted(1_030, 2, 1).gave(1_500, 2, 1, "ok")
+    };
+    tale(2).breaks(&[]);
+    tale(1).breaks(&[Rule::Exclusion, Rule::Unfounded]);
+}
+
+#[test]
+fn what_was_forced_may_run_on_count_wrongly_and_write_too_much_for_a_while() {
+    let run = |last: Nanos| {
+        let run = Event::Invoked { lock: 0, owner: owner(1), how: "run".into(), lease: 2_000 * MS };
+        let tale = Tale::default().line(95, 1, 1, run).line(100, 1, 1, Event::Granted { remaining: 0 });
+        let tale = [150, 1_030, last].into_iter().fold(tale, |tale, at| tale.line(at, 1, 1, Event::Worked));
+        let tale = tale.lost(last + 1, 1).line(last + 1, 1, 1, Event::Unknown { why: "lost".into() });
+        tale.granted(1_020, 2, 1).gave(1_100, 2, 1, "ok")
+    };
+    run(1_400).breaks(&[Rule::NotStopped]);
+    run(1_400).forced(1_000, 1_010, "freed").breaks(&[]);
+    run(3_100).forced(1_000, 1_010, "freed").breaks(&[Rule::NotStopped]);
+
+    let count = || taken_over().line(1_200, 1, 1, Event::Count { expected: 1, found: 0 });
+    count().forced(1_000, 1_010, "freed").breaks(&[]);
+    count().breaks(&[Rule::Exclusion, Rule::Count]);
+
+    let update = || taken_over().section(1_030, 1_040, 2, 1, 0, true).section(1_035, 1_045, 1, 1, 0, true);
+    update().forced(1_000, 1_010, "freed").breaks(&[]);
+    update().breaks(&[Rule::Exclusion, Rule::LostUpdate]);
+}
+
+#[test]
+fn a_force_unlock_is_a_reason_to_lose() {
+    let told =
+        |at| Tale::default().granted(100, 1, 1).lost(at, 1).gave(at + 5, 1, 1, "lost").server(100, at, &[(1, 1)]);
+    told(1_020).breaks(&[Rule::Lie]);
+    told(1_005).forced(1_000, 1_010, "freed").breaks(&[]);
+    // Told before it was asked for.
+    told(990).forced(1_000, 1_010, "freed").breaks(&[Rule::Lie]);
+    // A holder in the same process is told first, and the lock may then not be freed.
+    let told_here = |process| {
+        let tale = told(1_005).line(1_000, process, 7, Event::Forcing { lock: 0 });
+        tale.line(1_010, process, 7, Event::Forced { outcome: "the server refused".into() })
+    };
+    told_here(1).breaks(&[]);
+    told_here(9).breaks(&[Rule::Lie]);
+}
