@@ -92,8 +92,8 @@ impl Actor {
         Want { lock: random.random_range(0..BUSY_LOCKS), holder, lease, wait, leaves }
     }
 
-    /// Whether all holds of that holder are this task's. Otherwise the lock does not keep the others out, and a hold without
-    /// a guard may be given back by any of them.
+    /// Whether all holds of that holder are this task's. Otherwise the lock does not keep the others out, and a hold
+    /// without a guard may be given back by any of them.
     fn is_alone(&self, holder: Holder) -> bool {
         !self.shares || holder != self.usual
     }

@@ -38,7 +38,8 @@ pub struct Attempt {
 #[derive(Debug, Clone)]
 pub struct Loss {
     pub at: Nanos,
-    /// Whether by the holder's clock: no renewal was confirmed in time, or its lease was fixed. Otherwise the server said so.
+    /// Whether by the holder's clock: no renewal was confirmed in time, or its lease was fixed. Otherwise the server
+    /// said so.
     pub expired: bool,
 }
 

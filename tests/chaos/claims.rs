@@ -93,8 +93,8 @@ pub fn told(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
-/// Whether the futures of `run` were stopped. The step in which a rival's grant falls may have been begun before it; none is
-/// begun after it, however late the process gets to it, because the clock is asked before each.
+/// Whether the futures of `run` were stopped. The step in which a rival's grant falls may have been begun before it;
+/// none is begun after it, however late the process gets to it, because the clock is asked before each.
 pub fn stopped(story: &Story, found: &mut Vec<Violation>) {
     for lock in 0..locks(story) {
         let grants = sure_of(story, lock);

@@ -1,8 +1,8 @@
-//! What a force unlock permits: that one owner's possession ends without its holder's doing, who may not know until a renewal
-//! tells, or until the lease is over by its own clock.
+//! What a force unlock permits: that one owner's possession ends without its holder's doing, who may not know until a
+//! renewal tells, or until the lease is over by its own clock.
 //!
-//! Whom it took is not told. So what is wrong with the time that follows is noted with those whose possession explains it, and
-//! each force unlock is taken to have met the one owner who explains most.
+//! Whom it took is not told. So what is wrong with the time that follows is noted with those whose possession explains
+//! it, and each force unlock is taken to have met the one owner who explains most.
 
 use std::collections::HashMap;
 

@@ -12,23 +12,27 @@
 //! **Told.** Where a rival was granted the lock, the holder has heard `lost()` by then; a second is allowed for the
 //! writing down, and the process must have run in it.
 //!
-//! **Stopped.** The future of a `run` begins no step after a rival's grant was returned. The step that is under way then may
-//! end; it is told by the next one, and no time is allowed for that: a process that stood still looks at the clock first.
+//! **Stopped.** The future of a `run` begins no step after a rival's grant was returned. The step that is under way then
+//! may end, however late; it is told from others by the next one, and no time is allowed for that: a process that stood
+//! still looks at the clock first.
 //!
-//! **Force unlocks.** A force unlock permits all of this for the possession of one owner, of those who may have had the lock
-//! while it was under way: from its invocation until the server is seen to have the lock for that owner after all, or until the
-//! lease is over by the owner's clock. That the holder is told ends it as well: nobody is sure after that.
+//! **Force unlocks.** A force unlock permits all of this for the possession of one owner, of those who may have had the
+//! lock while it was under way: from its invocation until the server is seen to have the lock for that owner after all,
+//! or until the lease is over by the owner's clock. That the holder is told ends it as well: nobody is sure after that.
 //!
 //! **Truth.** The server never has more holds of an owner than attempts of that owner that may be there: not one that was
 //! told to have failed, or to be given back, not for a moment; one whose end is not known until its process has been
-//! without a fault for two seconds. No key is without an expiry. The counts that are told are right. No unlock
-//! succeeds after the loss was told, and nobody is sure after it. A loss by the holder's clock never comes before the time that was
-//! told to be sure, and, where there was no fault, not while the server's lease goes on for long; any other loss never comes while
-//! the server has the lock for the holder. Nobody is told of contention where nobody else is.
+//! without a fault for two seconds, or, if its user may not have had the right to run scripts, until its lease is over.
+//! No key is without an expiry. The counts that are told are right. No unlock succeeds after the loss was told, and
+//! nobody is sure after it. A loss by the holder's clock never comes before the time that was told to be sure, and, where
+//! there was no fault, not while the server's lease goes on for long; any other loss never comes while the server has the
+//! lock for the holder. Nobody is told of contention where nobody else is.
 //!
 //! **Wake-ups.** While a lock is free whenever one looks, nobody waits for it for longer than a second and a half, unless
-//! there is a fault, or was in the second and a half before. The bound is far below the re-check interval of those
-//! workers that have a long one, and far above what a wake-up takes.
+//! the process met a fault, or did in the second and a half before. The bound is far below the re-check interval of those
+//! workers that have a long one, and far above what a wake-up takes. These alone are excused as well where the one who
+//! freed the lock may not have had the right to publish, and as long as they wait after they may not have had the right
+//! to subscribe.
 //!
 //! **Register.** A section that was sure of its lock from before its read until after its write finds what the last one
 //! before it wrote, unless a section that was not sure may have written in between.

@@ -123,8 +123,8 @@ fn freed_here(story: &Story, attempt: &Attempt, told: Nanos) -> bool {
     here.any(|force| (force.from..force.to.saturating_add(TOLD)).contains(&told))
 }
 
-/// Until when the server had promised the hold when it was last looked at, shortly before a loss was told. `None` if it did not
-/// have it, or if the holder may have lost it and come back by then.
+/// Until when the server had promised the hold when it was last looked at, shortly before a loss was told. `None` if it
+/// did not have it, or if the holder may have lost it and come back by then.
 fn server_has_it_until(story: &Story, attempt: &Attempt, asked: Nanos, told: Nanos) -> Option<Nanos> {
     let samples = &story.history.samples;
     let look = samples[..samples.partition_point(|sample| sample.to <= asked)].last()?;
