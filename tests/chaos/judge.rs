@@ -49,7 +49,7 @@ use super::claims::{exclusion, register, server, stopped, told};
 use super::forced::{Excuse, unexplained};
 use super::history::{History, MS, Nanos, seconds};
 use super::wakeups::wakeups;
-use super::words::{truth, words};
+use super::words::{panics, truth, words};
 
 /// For how long a loss may be on its way to the history.
 pub const TOLD: Nanos = 1_000 * MS;
@@ -122,6 +122,7 @@ pub fn judge(history: &History) -> Vec<Violation> {
     wakeups(&story, &mut found);
     register(&story, &mut found);
     conservation(&story, &mut found);
+    found.extend(panics(history));
     let mut found = unexplained(found);
     found.sort_by_key(|violation| violation.at);
     found

@@ -23,6 +23,7 @@ use super::server_faults::login;
 use super::support::process::Worker;
 use super::support::proxy::Proxy;
 use super::support::server::Server;
+use super::words::panics;
 use super::worker::{BUSY_LOCKS, is_patient, lock_name};
 
 /// For how long operations may take to come to an end when there are no faults and no leases of the killed any more.
@@ -65,12 +66,13 @@ impl Run {
         }
         history.faults.sort_by_key(|fault| fault.from);
         let mut history = history.since(begun);
-        // A run that broke off has left everything unfinished: there is no judging it.
+        // A run that broke off has left everything unfinished: there is no judging it. A process may have been the reason.
         let judged = outcome.and_then(|left| {
             history.left = left;
             catch_unwind(|| judge(&history))
         });
-        let violations = judged.unwrap_or_else(|panic| vec![broke_off(&*panic, now() - begun)]);
+        let violations =
+            judged.unwrap_or_else(|panic| panics(&history).chain([broke_off(&*panic, now() - begun)]).collect());
         Verdict { history, violations }
     }
 

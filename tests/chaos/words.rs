@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::attempts::{Attempt, Loss, Story};
 use super::forced::excuses;
-use super::history::{Event, MS, Nanos};
+use super::history::{Event, History, MS, Nanos};
 use super::judge::{Rule, TOLD, Violation, name};
 
 /// For how long there must have been no fault, if every renewal is to have had its reply.
@@ -84,10 +84,6 @@ pub fn words(story: &Story, found: &mut Vec<Violation>) {
                 let forced = forced.map(|attempt| excuses(story, attempt, line.at, line.at)).unwrap_or_default();
                 found.push(Violation::new(Rule::Count, line.at, what).unless(forced));
             }
-            Event::Panicked { why } => {
-                let what = format!("process {}: {why}", line.process);
-                found.push(Violation::new(Rule::Panic, line.at, what));
-            }
             Event::Ended { tasks, shutdown } if *tasks > 0 || shutdown != "ok" => {
                 let what = format!("process {} ended with {tasks} tasks (shutdown: {shutdown})", line.process);
                 found.push(Violation::new(Rule::Conservation, line.at, what));
@@ -95,6 +91,14 @@ pub fn words(story: &Story, found: &mut Vec<Violation>) {
             _ => {}
         }
     }
+}
+
+/// What panicked in the processes.
+pub fn panics(history: &History) -> impl Iterator<Item = Violation> {
+    history.lines.iter().filter_map(|line| {
+        let Event::Panicked { why } = &line.event else { return None };
+        Some(Violation::new(Rule::Panic, line.at, format!("process {}: {why}", line.process)))
+    })
 }
 
 /// When somebody was told of a loss that was none.
