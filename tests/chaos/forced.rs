@@ -2,7 +2,7 @@
 //! renewal tells, or until the lease is over by its own clock.
 //!
 //! Whom it took is not told. So what is wrong with the time that follows is noted with those whose possession explains
-//! it, and each force unlock is taken to have met the one owner who explains most.
+//! it, and each force unlock is taken to have met one of them, as leaves the least unexplained.
 
 use std::collections::HashMap;
 
@@ -55,16 +55,22 @@ pub fn excuses(story: &Story, attempt: &Attempt, from: Nanos, to: Nanos) -> Vec<
 
 /// Leaves what no force unlock explains.
 pub fn unexplained(found: Vec<Violation>) -> Vec<Violation> {
-    let mut explained: HashMap<&Excuse, usize> = HashMap::new();
-    found.iter().flat_map(|violation| &violation.excuses).for_each(|excuse| *explained.entry(excuse).or_default() += 1);
-    let mut met: HashMap<usize, (usize, &str)> = HashMap::new();
-    for ((force, owner), number) in explained {
-        let most = met.entry(*force).or_default();
-        *most = (number, &**owner).max(*most);
+    let mut open: Vec<&[Excuse]> = found.iter().map(|violation| &*violation.excuses).collect();
+    let mut met: HashMap<usize, String> = HashMap::new();
+    loop {
+        let left = |excuse: &&Excuse| !met.contains_key(&excuse.0);
+        open.retain(|excuses| !is_explained(excuses, &met) && excuses.iter().any(|excuse| left(&excuse)));
+        // What has only one explanation decides first.
+        let Some(least) = open.iter().min_by_key(|excuses| excuses.iter().filter(left).count()) else { break };
+        let explains = |excuse: &&Excuse| open.iter().filter(|excuses| excuses.contains(excuse)).count();
+        let Some((force, owner)) = least.iter().filter(left).max_by_key(explains) else { break };
+        met.insert(*force, owner.clone());
     }
-    let met: HashMap<usize, String> = met.into_iter().map(|(force, (_, owner))| (force, owner.to_owned())).collect();
-    let stands = |violation: &Violation| !violation.excuses.iter().any(|(force, owner)| met.get(force) == Some(owner));
-    found.into_iter().filter(stands).collect()
+    found.into_iter().filter(|violation| !is_explained(&violation.excuses, &met)).collect()
+}
+
+fn is_explained(excuses: &[Excuse], met: &HashMap<usize, String>) -> bool {
+    excuses.iter().any(|(force, owner)| met.get(force) == Some(owner))
 }
 
 /// When the owner's lease is over by its own clock: it holds as long as the longest that it took.

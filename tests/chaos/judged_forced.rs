@@ -73,6 +73,20 @@ fn a_force_unlock_takes_one_owner() {
 }
 
 #[test]
+fn each_force_unlock_takes_an_owner_of_its_own() {
+    // The third asked before both, and may have been taken by either; the second of them did.
+    let tale = |second: &str| {
+        let tale = taken_over().forced(1_000, 1_010, "freed").line(1_600, 8, 7, Event::Forcing { lock: 0 });
+        let tale = tale.line(1_610, 8, 7, Event::Forced { outcome: second.into() }).invoked(90, 3, 1);
+        let tale = tale.line(1_550, 3, 1, Event::Granted { remaining: 1_000 * MS }).lost(2_200, 3);
+        let tale = tale.gave(2_300, 3, 1, "lost").granted(1_620, 4, 1).granted(1_650, 4, 2).granted(1_660, 4, 3);
+        tale.gave(1_700, 4, 1, "ok").gave(1_710, 4, 2, "ok").gave(1_720, 4, 3, "ok")
+    };
+    tale("freed").breaks(&[]);
+    tale("free").breaks(&[Rule::Exclusion]);
+}
+
+#[test]
 fn who_is_seen_to_have_the_lock_after_a_force_unlock_was_not_its_victim() {
     let tale = |process| {
         let tale = Tale::default().forced(1_000, 1_010, "freed");
