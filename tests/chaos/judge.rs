@@ -123,9 +123,8 @@ pub fn judge(history: &History) -> Vec<Violation> {
     register(&story, &mut found);
     conservation(&story, &mut found);
     found.extend(panics(history));
-    let mut found = unexplained(found);
     found.sort_by_key(|violation| violation.at);
-    found
+    unexplained(found)
 }
 
 /// How many locks there are.

@@ -66,13 +66,15 @@ impl Run {
         }
         history.faults.sort_by_key(|fault| fault.from);
         let mut history = history.since(begun);
-        // A run that broke off has left everything unfinished: there is no judging it. A process may have been the reason.
+        // A run that broke off has left everything unfinished: there is no judging it. A panic of a process may have been
+        // the reason.
         let judged = outcome.and_then(|left| {
             history.left = left;
             catch_unwind(|| judge(&history))
         });
-        let violations =
+        let mut violations: Vec<_> =
             judged.unwrap_or_else(|panic| panics(&history).chain([broke_off(&*panic, now() - begun)]).collect());
+        violations.sort_by_key(|violation| violation.at);
         Verdict { history, violations }
     }
 
