@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use fred::interfaces::{ClientLike, EventInterface, PubsubInterface};
@@ -159,17 +160,21 @@ impl PubSub {
         }
     }
 
-    /// Sends until it hears its own echo: then every earlier reply has been taken off the line.
+    /// Sends until it hears its own echo: then every earlier reply has been taken off the line. A server that is busy with a
+    /// script refuses even that, and is waited for.
     async fn settle(&mut self) -> Result<(), ()> {
         const TRIES: usize = 4;
-        for _ in 0..TRIES {
+        const PAUSE: Duration = Duration::from_millis(100);
+        let mut tries = 0;
+        while tries < TRIES {
             self.nonce += 1;
             let nonce = format!("redisson-lock:{}", self.nonce);
             let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
             let echo = self.line.client().custom_raw(ping, vec![Value::from(nonce.clone())]).await;
             match echo.map(read) {
                 Ok(Ok(Reply::Text(text))) if text == nonce => return Ok(()),
-                Ok(_) => {}
+                Ok(Err(failure)) if failure.is_passing() => tokio::time::sleep(PAUSE).await,
+                Ok(_) => tries += 1,
                 Err(_) => return Err(()),
             }
         }

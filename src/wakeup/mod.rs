@@ -3,12 +3,13 @@
 //! The waiters of one lock stand in a queue, the [`lane`]. The [`table`] has all lanes, and knows which channels they
 //! need; [`reconcile`] subscribes these.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
 use tokio::sync::mpsc;
-use tokio::time::Instant;
+use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::link::{Event, PubSub, Subscribed};
 
@@ -42,16 +43,23 @@ pub(crate) async fn reconcile(
 ) {
     const RETRY: Duration = Duration::from_millis(100);
     let mut stop = std::pin::pin!(stop);
-    let mut refused = Refusals::default();
+    let mut refusals = Refusals::default();
+    let mut check = tokio::time::interval_at(Instant::now() + check_every, check_every);
+    check.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let name = tokio::select! {
             biased;
             () = &mut stop => break,
-            name = changed.recv() => name,
-            () = tokio::time::sleep(check_every) => {
-                pubsub.check().await;
+            _ = check.tick() => {
+                tokio::select! {
+                    biased;
+                    () = &mut stop => break,
+                    () = pubsub.check() => {}
+                }
+                refusals.take().iter().filter(|name| wakeups.wants(name)).for_each(|name| wakeups.changed(name));
                 continue;
             }
+            name = changed.recv() => name,
         };
         let Some(name) = name else { break };
         if !wakeups.wants(&name) {
@@ -66,7 +74,7 @@ pub(crate) async fn reconcile(
         match answer {
             Subscribed::Yes => wakeups.confirmed(&name),
             // Waiters go on by re-checks, so this is slow, not wrong.
-            Subscribed::Refused => refused.tell(&name),
+            Subscribed::Refused => refusals.add(name),
             Subscribed::Unknown => {
                 tokio::select! {
                     biased;
@@ -80,19 +88,26 @@ pub(crate) async fn reconcile(
     pubsub.close().await;
 }
 
-/// Tells of a refused subscription, but not for every waiter.
+/// Subscriptions that the server has refused, perhaps for a while only. Tells of one, but not for every waiter.
 #[derive(Default)]
 struct Refusals {
+    names: HashSet<Bytes>,
     told: Option<Instant>,
 }
 
 impl Refusals {
-    fn tell(&mut self, name: &Bytes) {
+    /// What is to be asked for again.
+    fn take(&mut self) -> HashSet<Bytes> {
+        std::mem::take(&mut self.names)
+    }
+
+    fn add(&mut self, name: Bytes) {
         const QUIET: Duration = Duration::from_secs(60);
         if self.told.is_none_or(|told| told.elapsed() > QUIET) {
             self.told = Some(Instant::now());
-            let channel = String::from_utf8_lossy(name);
+            let channel = String::from_utf8_lossy(&name);
             tracing::warn!(%channel, "the server refuses the subscription (ACL?): waiters go on by re-checks alone");
         }
+        self.names.insert(name);
     }
 }

@@ -191,11 +191,12 @@ fn a_waiter_before_a_free_lock_is_found() {
 
 #[test]
 fn a_release_that_nobody_could_hear_excuses_those_without_rechecks() {
-    let tale = |waiter| {
+    let long = |waiter, to: u64| {
         let tale = Tale::default().granted(100, 1, 1).invoked(150, waiter, 1).gave(200, 1, 1, "ok");
-        let tale = tale.line(4_000, waiter, 1, Event::Granted { remaining: 0 }).gave(4_005, waiter, 1, "ok");
-        tale.server(0, 90, &[]).server(100, 200, &[(1, 1)]).server(210, 4_000, &[])
+        let tale = tale.line(to, waiter, 1, Event::Granted { remaining: 0 }).gave(to + 5, waiter, 1, "ok");
+        tale.server(0, 90, &[]).server(100, 200, &[(1, 1)]).server(210, to, &[])
     };
+    let tale = |waiter| long(waiter, 4_000);
     tale(3).breaks(&[Rule::LostWakeup]);
     tale(3).fault(190, 300, NO_PUBLISH, Some(1)).breaks(&[]);
     // It was not the releasing process that could not publish, or not then.
@@ -203,6 +204,8 @@ fn a_release_that_nobody_could_hear_excuses_those_without_rechecks() {
     tale(3).fault(600, 700, NO_PUBLISH, Some(1)).breaks(&[Rule::LostWakeup]);
     // Who was refused the subscription is deaf, who asks again by itself is not.
     tale(3).fault(140, 160, NO_CHANNEL, Some(3)).breaks(&[]);
+    // It asks again for the subscription.
+    long(3, 8_000).fault(140, 160, NO_CHANNEL, Some(3)).breaks(&[Rule::LostWakeup]);
     for kind in [NO_PUBLISH, NO_CHANNEL] {
         tale(2).fault(190, 300, kind, Some(1)).breaks(&[Rule::LostWakeup]);
         tale(2).fault(140, 160, kind, Some(2)).breaks(&[Rule::LostWakeup]);

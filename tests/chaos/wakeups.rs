@@ -9,6 +9,9 @@ use super::worker::is_patient;
 /// For how long a waiter may stand before a free lock, and for how long there must have been no fault.
 const WAKE: Nanos = 1_500 * MS;
 
+/// After how long a subscription that was refused is asked for again: a command timeout, and some for a busy machine.
+const REASKED: Nanos = 2_000 * MS;
+
 /// For how long nobody need have looked at the server.
 const GAP: Nanos = 300 * MS;
 
@@ -32,7 +35,7 @@ pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
                 let mut breaks: Vec<(Nanos, Nanos)> = turns.chain(faults).collect();
                 if is_patient(slot_of(waiter.process)) {
                     breaks.extend(in_silence.then_some((from, to)));
-                    breaks.extend(deaf(story, waiter.process, &of_lock));
+                    breaks.extend(deaf(story, waiter.process));
                 }
                 breaks.sort_unstable();
                 breaks.push((to, to));
@@ -63,22 +66,10 @@ fn silent(story: &Story, lock: usize, from: Nanos, after: Option<&str>) -> bool 
     story.history.faults.iter().filter(mute).filter(then).any(|fault| fault.slot.is_some_and(by_slot))
 }
 
-/// From when until when those who wait in a process may have no subscription: one that was refused is not asked for again
-/// as long as somebody waits.
-fn deaf(story: &Story, process: u64, of_lock: &[&Attempt]) -> Vec<(Nanos, Nanos)> {
-    let mut waiters: Vec<_> = of_lock.iter().filter(|attempt| attempt.process == process).collect();
-    waiters.sort_by_key(|waiter| waiter.invoked);
+/// From when until when those who wait in a process may have no subscription.
+fn deaf(story: &Story, process: u64) -> impl Iterator<Item = (Nanos, Nanos)> {
     let refused = story.faults_of(process).filter(|fault| fault.kind == NO_CHANNEL);
-    let deaf = refused.map(|fault| {
-        let mut until = fault.to + WAKE;
-        for waiter in &waiters {
-            if waiter.invoked <= until {
-                until = until.max(waiter.answered().unwrap_or(Nanos::MAX));
-            }
-        }
-        (fault.from, until)
-    });
-    deaf.collect()
+    refused.map(|fault| (fault.from, fault.to + REASKED + WAKE))
 }
 
 /// A time in which a lock was free whenever the server was asked.
