@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until, timeout};
 
-use crate::attempt::{Attempt, Effort, attempt};
+use crate::attempt::{Attempt, Effort, Wanted, attempt};
 use crate::config::WaitTime;
 use crate::core::Core;
 use crate::error::{Error, Step};
@@ -53,7 +53,7 @@ pub(crate) async fn acquire(
     let mut waiter = Waiter {
         core,
         entry,
-        mode,
+        wanted: Wanted { mode, task: TaskId::current() },
         begun,
         ends,
         patience,
@@ -73,7 +73,7 @@ pub(crate) async fn acquire(
 struct Waiter {
     core: Arc<Core>,
     entry: EntryRef,
-    mode: Mode,
+    wanted: Wanted,
     begun: Instant,
     ends: Option<Instant>,
     patience: Duration,
@@ -93,30 +93,30 @@ enum Next {
 
 impl Waiter {
     async fn run(&mut self) -> Result<Acquisition, Error> {
-        if self.ends == Some(self.begun) {
-            // No time to wait: one question, past any queue.
-            loop {
-                match self.attempt(None, self.patience).await? {
-                    Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
-                    Attempt::Held(ttl) => {
-                        self.remaining_ttl = ttl;
-                        return Ok(self.contended());
-                    }
-                    Attempt::Undone => self.again()?,
-                }
-            }
-        }
+        // No time to wait: one question, past any queue.
+        let mut at_once = self.ends == Some(self.begun);
         loop {
-            let Next::Try(in_flight) = self.wait_for_turn().await? else {
-                return Ok(self.contended());
+            let in_flight = match at_once {
+                true => None,
+                false => match self.wait_for_turn().await? {
+                    Next::Try(in_flight) => in_flight,
+                    Next::GiveUp => return Ok(self.contended()),
+                },
             };
             let patience = in_flight.as_ref().map_or(Ok(self.patience), |in_flight| self.patience_left(in_flight))?;
             self.asked = true;
-            match self.attempt(in_flight, patience).await? {
+            at_once = match self.attempt(in_flight, patience).await? {
                 Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
-                Attempt::Held(ttl) => self.remaining_ttl = ttl,
-                Attempt::Undone => self.again()?,
-            }
+                Attempt::Held(ttl) => {
+                    self.remaining_ttl = ttl;
+                    false
+                }
+                // However long ago its wait time was over: that somebody else holds the lock is not known.
+                Attempt::Undone => {
+                    self.undone()?;
+                    true
+                }
+            };
         }
     }
 
@@ -206,7 +206,7 @@ impl Waiter {
         let begun = Arc::new(AtomicBool::new(false));
         // Gone with the caller, so that an attempt knows whether it was left behind.
         let caller = Arc::downgrade(&begun);
-        let (core, entry, mode) = (Arc::clone(&self.core), self.entry.clone(), self.mode);
+        let (core, entry, wanted) = (Arc::clone(&self.core), self.entry.clone(), self.wanted);
         let limit = patience.max(core.config.command_timeout);
         let attempt = async move {
             let Ok(turn) = timeout(limit, entry.turns.take()).await else {
@@ -218,17 +218,15 @@ impl Waiter {
             }
             core.ensure_open()?;
             let effort = Effort { patience: Patience::new(patience), caller, in_flight };
-            attempt(core, entry, mode, effort, turn).await
+            attempt(core, entry, wanted, effort, turn).await
         };
         let attempt = Handoff::undoable(&self.core.background, &self.entry.turns, begun, attempt);
         attempt.await.unwrap_or(Ok(Attempt::Undone))
     }
 
-    /// What was granted while the request was not polled has been given back.
-    fn again(&mut self) -> Result<(), Error> {
+    /// Tells that what was granted while the request was not polled has been given back.
+    fn undone(&self) -> Result<(), Error> {
         self.core.ensure_open()?;
-        // However long ago its wait time was over: that somebody else holds the lock is not known.
-        self.asked = false;
         tracing::warn!(
             lock = %self.entry.ident.lock(),
             owner = %self.entry.ident.owner(),

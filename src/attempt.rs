@@ -9,6 +9,7 @@ use tokio::time::Instant;
 use crate::config::LeaseTime;
 use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
+use crate::holder::TaskId;
 use crate::holds::EntryRef;
 use crate::lease::{Lease, Mode, Proof};
 use crate::link::Failure;
@@ -17,6 +18,14 @@ use crate::release::{Hold, settle};
 use crate::retry::Patience;
 use crate::turn::Turn;
 use crate::wakeup::{InFlight, Outcome};
+
+/// What an attempt asks for, and for whom.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) mode: Mode,
+    /// The caller's, whoever drives the attempt in the end.
+    pub(crate) task: TaskId,
+}
 
 pub(crate) enum Attempt {
     Granted(Hold),
@@ -63,11 +72,11 @@ impl Effort {
 pub(crate) async fn attempt(
     core: Arc<Core>,
     entry: EntryRef,
-    mode: Mode,
+    wanted: Wanted,
     mut effort: Effort,
     turn: Turn,
 ) -> Result<Attempt, Error> {
-    let time = match mode {
+    let time = match wanted.mode {
         Mode::Watchdog => core.config.watchdog_timeout,
         Mode::Fixed(lease) => lease,
     };
@@ -91,7 +100,7 @@ pub(crate) async fn attempt(
         match reply.and_then(|reply| entry.kind.acquired(reply)) {
             Ok(Acquired::Granted) => {
                 effort.answered(Outcome::Granted(sent + time.duration()));
-                return granted(core, &entry, live, mode, target, sent, time);
+                return granted(core, &entry, live, wanted, target, sent, time);
             }
             Ok(Acquired::Held(ttl)) => {
                 lose(&core, live.take());
@@ -141,7 +150,7 @@ fn granted(
     core: Arc<Core>,
     entry: &EntryRef,
     live: Option<Arc<Lease>>,
-    mode: Mode,
+    Wanted { mode, task }: Wanted,
     count: i64,
     sent: Instant,
     time: LeaseTime,
@@ -161,7 +170,7 @@ fn granted(
         };
         Arc::new(Lease::new(Arc::clone(&entry.ident), entry.kind, base, sent))
     });
-    lease.grant(id, mode, count, Proof { sent, lease: time });
+    lease.grant(id, mode, task, count, Proof { sent, lease: time });
     if is_new {
         entry.set_lease(Some(Arc::clone(&lease)));
         core.holds.insert(&lease);

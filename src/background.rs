@@ -20,6 +20,7 @@ pub(crate) struct Background {
     jobs: mpsc::UnboundedSender<Job>,
     pending: Arc<Pending>,
     with_callers: Arc<Pending>,
+    in_hand: Arc<InHand>,
 }
 
 /// Counts what is not finished.
@@ -43,7 +44,8 @@ impl Background {
         round: Duration,
     ) -> (Self, impl Future<Output = ()> + Send + 'static) {
         let (jobs, queue) = mpsc::unbounded_channel();
-        let background = Self { jobs, pending: Arc::default(), with_callers: Arc::default() };
+        let background =
+            Self { jobs, pending: Arc::default(), with_callers: Arc::default(), in_hand: Arc::clone(&in_hand) };
         let worker = async move {
             let stopped = async move {
                 if stop.wait_for(|stop| *stop).await.is_err() {
@@ -80,8 +82,10 @@ impl Background {
     /// Resolves when nothing is pending. What callers have in their hands is waited for that long: a caller may have
     /// stopped to poll.
     pub(crate) async fn drained(&self, callers: Duration) {
-        // An error means that somebody is not polled.
-        let _ = tokio::time::timeout(callers, self.with_callers.none()).await;
+        while tokio::time::timeout(callers, self.with_callers.none()).await.is_err() {
+            // Somebody is not polled, or the server does not answer.
+            self.in_hand.take_over_all();
+        }
         // What they left unfinished has come here.
         self.pending.none().await;
     }

@@ -57,7 +57,7 @@ impl<T: Send + 'static> Handoff<T> {
         undoable: bool,
         future: BoxFuture<'static, T>,
     ) -> Self {
-        let work = Work::Mine { future, caller: None, _busy: background.with_caller() };
+        let work = Work::Mine { future, caller: None, busy: background.with_caller() };
         let slot = Arc::new(Slot { work: Mutex::new(work), background: background.clone(), undoable });
         let weak: Weak<Slot<T>> = Arc::downgrade(&slot);
         Self { slot, begun, _ticket: turns.enter(weak) }
@@ -95,10 +95,12 @@ impl<T: Send + 'static> Future for Handoff<T> {
 impl<T: Send + 'static> Drop for Handoff<T> {
     fn drop(&mut self) {
         let work = replace(&mut *self.slot.work.lock(), Work::Over);
-        if let Work::Mine { future, .. } = work {
+        if let Work::Mine { future, busy, .. } = work {
             if self.begun.load(Ordering::Acquire) {
                 self.slot.background.spawn(async move { drop(future.await) });
             }
+            // Counted all the time, here or there.
+            drop(busy);
         }
     }
 }
@@ -111,7 +113,7 @@ struct Slot<T> {
 
 enum Work<T> {
     /// The caller drives it.
-    Mine { future: BoxFuture<'static, T>, caller: Option<Waker>, _busy: Busy },
+    Mine { future: BoxFuture<'static, T>, caller: Option<Waker>, busy: Busy },
     /// The background drives it.
     Away { caller: Option<Waker> },
     /// The background has done it.
@@ -149,10 +151,10 @@ impl<T: Send + 'static> TakeOver for Slot<T> {
     fn take_over(self: Arc<Self>) {
         // Whoever is polled needs no help.
         let Some(mut work) = self.work.try_lock() else { return };
-        let future = match replace(&mut *work, Work::Over) {
-            Work::Mine { future, caller, .. } => {
+        let (future, busy) = match replace(&mut *work, Work::Over) {
+            Work::Mine { future, caller, busy } => {
                 *work = Work::Away { caller };
-                future
+                (future, busy)
             }
             other => {
                 *work = other;
@@ -169,6 +171,8 @@ impl<T: Send + 'static> TakeOver for Slot<T> {
                 ends.0.expire();
             }
         });
+        // Counted all the time, here or there.
+        drop(busy);
     }
 }
 

@@ -279,6 +279,12 @@ pub(crate) fn owner_field(client: ClientId, holder: Holder) -> Bytes {
     format!("{client}:{holder}").into()
 }
 
+/// The thread id in an owner field, if the field is this client's.
+pub(crate) fn thread_of(owner: &[u8], client: ClientId) -> Option<i64> {
+    let thread = std::str::from_utf8(owner).ok()?.strip_prefix(&client.to_string())?.strip_prefix(':')?;
+    thread.parse().ok()
+}
+
 /// Which task runs here, for telling a holder's second self apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TaskId {

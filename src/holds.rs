@@ -1,9 +1,9 @@
 //! The table of what this client holds, keyed by lock entry, and the schedule of its upkeep.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Deref;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
@@ -13,14 +13,11 @@ use tokio::time::Instant;
 use crate::error::LostReason;
 use crate::lease::Lease;
 use crate::locks::{Ident, Kind};
+use crate::losses::{Losses, Numbers};
 use crate::turn::{InHand, Turns};
 
 /// A lock and a holder: what the renewal table is keyed by.
 type EntryKey = (Bytes, i64);
-
-/// How many forgotten holds that were lost are remembered, for an unlock to be told of: the latest of a client, and of an
-/// entry's earlier possessions. Of a task that has ended nobody will ask, and it cannot be seen that it has.
-const REMEMBERED: usize = 1_000;
 
 /// One holder's dealings with one lock.
 pub(crate) struct Entry {
@@ -28,8 +25,8 @@ pub(crate) struct Entry {
     pub(crate) kind: &'static dyn Kind,
     pub(crate) turns: Arc<Turns>,
     lease: Mutex<Option<Arc<Lease>>>,
-    /// Forgotten holds of earlier possessions that were lost, of which nobody has been told. They keep the entry.
-    owed: Mutex<VecDeque<(LostReason, EntryRef)>>,
+    /// Forgotten holds that were lost, of which nobody has been told.
+    pub(crate) losses: Numbers,
 }
 
 impl Entry {
@@ -43,44 +40,12 @@ impl Entry {
         self.lease.lock().clone()
     }
 
-    pub(crate) fn set_lease(&self, lease: Option<Arc<Lease>>) {
-        // The old one is dropped outside the lock.
-        let old = std::mem::replace(&mut *self.lease.lock(), lease);
-        if let Some(old) = &old {
-            old.let_go();
-        }
-        if let Some((reason, old)) = old.and_then(|old| Some((old.lost()?, old))) {
-            old.take_forgotten().into_iter().for_each(|entry| self.owe(reason, entry));
-        }
-    }
-
-    /// Remembers a hold that was lost and that no guard stands for.
-    pub(crate) fn owe(&self, reason: LostReason, entry: EntryRef) {
-        let oldest = {
-            let mut owed = self.owed.lock();
-            owed.push_back((reason, entry));
-            (owed.len() > REMEMBERED).then(|| owed.pop_front())
-        };
-        drop(oldest);
-    }
-
-    /// What an unlock has to tell that found nothing to give back: a forgotten hold that was lost is told of once, a
-    /// guard's for as long as the guard is there.
-    pub(crate) fn claim_loss(&self) -> Option<LostReason> {
-        let owed = self.owed.lock().pop_back();
-        match owed {
-            Some((reason, _entry)) => Some(reason),
-            None => self.latest().filter(|lease| lease.held() > 0)?.lost(),
-        }
-    }
-
     /// Lets go of what keeps it: nobody will ask any more.
     fn let_go(&self) {
         let latest = self.latest();
         latest.iter().for_each(|lease| lease.let_go());
         let kept: Vec<_> = latest.into_iter().flat_map(|lease| lease.take_forgotten()).collect();
-        let owed = std::mem::take(&mut *self.owed.lock());
-        drop((kept, owed));
+        drop(kept);
     }
 }
 
@@ -89,8 +54,7 @@ pub(crate) struct Holds {
     table: Mutex<Table>,
     schedule: Mutex<Schedule>,
     in_hand: Arc<InHand>,
-    /// Lost possessions with holds that no guard stands for, the latest last.
-    unasked: Mutex<VecDeque<Weak<Lease>>>,
+    pub(crate) losses: Losses,
     /// Signals that something is due earlier than the scheduler expects.
     pub(crate) earlier: Notify,
     ids: AtomicU64,
@@ -114,7 +78,7 @@ impl Holds {
     pub(crate) fn new(in_hand: Arc<InHand>) -> Arc<Self> {
         Arc::new(Self {
             in_hand,
-            unasked: Mutex::default(),
+            losses: Losses::default(),
             table: Mutex::default(),
             schedule: Mutex::default(),
             earlier: Notify::new(),
@@ -136,10 +100,16 @@ impl Holds {
                 kind,
                 turns: Turns::new(&self.in_hand),
                 lease: Mutex::default(),
-                owed: Mutex::default(),
+                losses: Mutex::default(),
             })
         }));
         EntryRef { entry: Some(entry), holds: Arc::clone(self) }
+    }
+
+    /// The entry of a lock and a holder, if it is in use.
+    pub(crate) fn entry_in_use(self: &Arc<Self>, name: &Bytes, thread: i64) -> Option<EntryRef> {
+        let entry = self.table.lock().entries.get(&(name.clone(), thread)).cloned()?;
+        Some(EntryRef { entry: Some(entry), holds: Arc::clone(self) })
     }
 
     /// Enters a new possession.
@@ -170,18 +140,11 @@ impl Holds {
         removed.is_some()
     }
 
-    /// Keeps what a lost possession has to tell of its forgotten holds, and lets go of the oldest such.
-    pub(crate) fn remember(&self, lost: &Arc<Lease>) {
-        if !lost.has_forgotten() {
-            return;
-        }
-        let oldest = {
-            let mut unasked = self.unasked.lock();
-            unasked.push_back(Arc::downgrade(lost));
-            if unasked.len() > REMEMBERED { unasked.pop_front() } else { None }
-        };
-        if let Some(oldest) = oldest.and_then(|oldest| oldest.upgrade()) {
-            drop(oldest.take_forgotten());
+    /// Remembers the forgotten holds of a possession that is lost. Where no scope has its holder, no unlock will ask.
+    pub(crate) fn lost(&self, lease: &Lease, reason: LostReason) {
+        let forgotten = lease.take_forgotten();
+        if !lease.ident.fresh {
+            forgotten.into_iter().for_each(|entry| self.losses.add(reason, entry));
         }
     }
 
@@ -200,6 +163,7 @@ impl Holds {
         let entries: Vec<_> = self.table.lock().entries.values().cloned().collect();
         // A forgotten hold and its entry keep each other.
         entries.iter().for_each(|entry| entry.let_go());
+        self.losses.clear();
     }
 
     /// Sets when the scheduler looks at a lease.
@@ -241,6 +205,32 @@ pub(crate) struct EntryRef {
     /// `None` only while it is being dropped.
     entry: Option<Arc<Entry>>,
     holds: Arc<Holds>,
+}
+
+impl EntryRef {
+    /// Sets the possession that counts from now on.
+    pub(crate) fn set_lease(&self, lease: Option<Arc<Lease>>) {
+        // The old one is dropped outside the lock.
+        let old = std::mem::replace(&mut *self.lease.lock(), lease);
+        if let Some(old) = &old {
+            old.let_go();
+            if let Some(reason) = old.lost() {
+                self.holds.lost(old, reason);
+            }
+        }
+    }
+
+    /// Remembers a hold that was lost and that no guard stands for.
+    pub(crate) fn owe(&self, reason: LostReason) {
+        self.holds.losses.add(reason, self.clone());
+    }
+
+    /// What an unlock has to tell that found nothing to give back: a forgotten hold that was lost is told of once, a
+    /// guard's for as long as the guard is there.
+    pub(crate) fn claim_loss(&self) -> Option<LostReason> {
+        let owed = self.holds.losses.take(&self.losses);
+        owed.or_else(|| self.latest().filter(|lease| lease.held() > 0)?.lost())
+    }
 }
 
 impl Clone for EntryRef {

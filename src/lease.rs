@@ -63,6 +63,9 @@ struct State {
     due: Option<Instant>,
 }
 
+/// The server's clock began to run when the script arrived, a little later than ours.
+const LATER: Duration = Duration::from_secs(1);
+
 struct Held {
     id: u64,
     mode: Mode,
@@ -128,9 +131,9 @@ impl Lease {
     }
 
     /// Records a hold that the server granted, which left `count` there.
-    pub(crate) fn grant(&self, id: u64, mode: Mode, count: i64, proof: Proof) {
+    pub(crate) fn grant(&self, id: u64, mode: Mode, task: TaskId, count: i64, proof: Proof) {
         let mut state = self.state.lock();
-        state.holds.push(Held { id, mode, task: TaskId::current(), forgotten: None, leaving: false });
+        state.holds.push(Held { id, mode, task, forgotten: None, leaving: false });
         state.count = count;
         state.extend(proof);
     }
@@ -258,10 +261,27 @@ impl Lease {
         drop(spare);
     }
 
-    /// Keeps the entry of what could not be given back.
-    pub(crate) fn keep(&self, entry: EntryRef) {
-        let old = self.state.lock().kept.replace(entry);
+    /// Keeps the entry of what could not be given back, and tells when to look whether that is over.
+    pub(crate) fn keep(&self, entry: EntryRef) -> Instant {
+        let mut state = self.state.lock();
+        let (old, over) = (state.kept.replace(entry), state.ends + LATER);
+        drop(state);
         drop(old);
+        over
+    }
+
+    /// Lets go of the entry that is kept if the server can have nothing of it any more. Otherwise tells when to look again.
+    pub(crate) fn let_go_in_time(&self) -> Option<Instant> {
+        let over = {
+            let state = self.state.lock();
+            state.kept.as_ref()?;
+            state.ends + LATER
+        };
+        if Instant::now() < over {
+            return Some(over);
+        }
+        self.let_go();
+        None
     }
 
     /// Lets go of the entry that is kept.
@@ -270,14 +290,16 @@ impl Lease {
         drop(kept);
     }
 
-    /// Whether there is a hold that no guard stands for.
-    pub(crate) fn has_forgotten(&self) -> bool {
-        self.state.lock().holds.iter().any(|hold| hold.forgotten.is_some())
-    }
-
-    /// Takes the entries that forgotten holds keep.
+    /// Takes out the holds that no guard stands for, which keep these entries.
     pub(crate) fn take_forgotten(&self) -> Vec<EntryRef> {
-        self.state.lock().holds.iter_mut().filter_map(|hold| hold.forgotten.take()).collect()
+        let forgotten: Vec<_> = {
+            let mut state = self.state.lock();
+            let (forgotten, others) =
+                std::mem::take(&mut state.holds).into_iter().partition(|hold| hold.forgotten.is_some());
+            state.holds = others;
+            forgotten
+        };
+        forgotten.into_iter().filter_map(|hold| hold.forgotten).collect()
     }
 
     /// Takes the newest hold that no guard stands for, so that nobody else can: it belongs to the caller, who releases it.
@@ -338,8 +360,6 @@ impl Lease {
 
     /// Whether the server may still have what is lost or given back here: a release that succeeded leaves no lease.
     pub(crate) fn may_be_there(&self) -> bool {
-        // The server's clock began to run when the script arrived, a little later than ours.
-        const LATER: Duration = Duration::from_secs(1);
         let state = self.state.lock();
         let ended = state.lost.is_some() || state.holds.is_empty();
         ended && state.lost != Some(LostReason::Gone) && Instant::now() < state.ends + LATER

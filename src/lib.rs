@@ -66,6 +66,7 @@ mod keys;
 mod lease;
 mod link;
 mod locks;
+mod losses;
 mod release;
 mod renewal;
 mod retry;

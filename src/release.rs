@@ -16,7 +16,7 @@ use crate::lease::{Lease, Mode, Proof};
 use crate::link::Failure;
 use crate::locks::{Ident, Released};
 use crate::retry::Patience;
-use crate::turn::Turn;
+use crate::turn::{Turn, Turns};
 
 /// One hold on the server. Dropping it gives it back in the background.
 pub(crate) struct Hold {
@@ -46,16 +46,13 @@ impl Hold {
     /// Keeps it without a guard.
     pub(crate) fn forget(mut self) {
         self.settled = true;
-        let latest = self.entry.latest().is_some_and(|latest| Arc::ptr_eq(&latest, &self.lease));
         match self.lease.lost() {
-            // Nobody will ask.
-            Some(_) if self.entry.ident.fresh => {}
-            // Its holder has locked again since: this possession is asked for nothing any more.
-            Some(reason) if !latest => self.entry.owe(reason, self.entry.clone()),
-            lost => {
-                self.lease.forget(self.id, self.entry.clone());
-                if lost.is_some() {
-                    self.core.holds.remember(&self.lease);
+            None => self.lease.forget(self.id, self.entry.clone()),
+            Some(reason) => {
+                self.lease.drop_hold(self.id);
+                // Nobody will ask for what no scope has the holder of.
+                if !self.entry.ident.fresh {
+                    self.entry.owe(reason);
                 }
             }
         }
@@ -76,17 +73,46 @@ impl Drop for Hold {
             None => Either::Right(turn),
         };
         let release = release(Arc::clone(&self.core), self.entry.clone(), Arc::clone(&self.lease), self.id, queued);
-        let (core, ident) = (Arc::clone(&self.core), Arc::clone(&self.entry.ident));
-        self.core.background.spawn(async move {
-            match release.await {
-                Ok(()) | Err(Error::Lost { .. }) => {}
-                Err(error) => {
-                    core.failed_releases.fetch_add(1, Ordering::Relaxed);
-                    tracing::warn!(lock = %ident.lock(), %error, "a dropped guard could not be released; its lease will run out");
-                }
-            }
-        });
+        let release = answering(Arc::clone(&self.core), Arc::clone(&self.entry.ident), release);
+        self.core.background.spawn(async move { drop(release.await) });
     }
+}
+
+/// What came of a release. A failure that no caller takes is counted and traced.
+pub(crate) struct Answer<T> {
+    core: Arc<Core>,
+    ident: Arc<Ident>,
+    result: Option<Result<T, Error>>,
+}
+
+impl<T> Answer<T> {
+    /// What a caller is told.
+    fn take(mut self) -> Option<Result<T, Error>> {
+        self.result.take()
+    }
+}
+
+impl<T> Drop for Answer<T> {
+    fn drop(&mut self) {
+        match &self.result {
+            None | Some(Ok(_) | Err(Error::Lost { .. })) => {}
+            Some(Err(error)) => {
+                self.core.failed_releases.fetch_add(1, Ordering::Relaxed);
+                let lock = self.ident.lock();
+                tracing::warn!(lock, %error, "a dropped guard could not be released; its lease will run out");
+            }
+        }
+    }
+}
+
+/// Has somebody hear of a release's failure.
+async fn answering<T>(
+    core: Arc<Core>,
+    ident: Arc<Ident>,
+    release: impl Future<Output = Result<T, Error>>,
+) -> Answer<T> {
+    let result = Some(release.await);
+    Answer { core, ident, result }
 }
 
 /// Releases a hold for a caller who waits, as long as the client is ready to try.
@@ -95,18 +121,23 @@ pub(crate) async fn give_back(core: &Arc<Core>, entry: EntryRef, lease: Arc<Leas
     let turns = Arc::clone(&entry.turns);
     let turn = turns.line_up();
     // Its guard is gone, so whatever happens here it has to be finished.
-    let release = Handoff::new(&core.background, &turns, release(Arc::clone(core), entry, lease, id, turn));
-    in_time(core, &ident, release).await?
+    in_time(core, &ident, &turns, release(Arc::clone(core), entry, lease, id, turn)).await
 }
 
-/// Waits for a release as long as the client is ready to try.
-pub(crate) async fn in_time<T: Send>(core: &Core, ident: &Ident, release: Handoff<T>) -> Result<T, Error> {
+/// Releases as long as the client is ready to try. The background goes on where that ends.
+async fn in_time<T: Send + 'static>(
+    core: &Arc<Core>,
+    ident: &Arc<Ident>,
+    turns: &Arc<Turns>,
+    release: impl Future<Output = Result<T, Error>> + Send + 'static,
+) -> Result<T, Error> {
     let patience = core.config.patience();
+    let release = answering(Arc::clone(core), Arc::clone(ident), release);
+    let release = Handoff::new(&core.background, turns, release);
+    let answer = timeout(patience, release).await.ok().flatten();
     // Nothing came of it: the client has ended.
-    timeout(patience, release).await.ok().flatten().ok_or_else(|| Error::Unknown {
-        lock: ident.lock(),
-        step: Step::Release,
-        detail: format!("no answer in {patience:?}"),
+    answer.and_then(Answer::take).unwrap_or_else(|| {
+        Err(Error::Unknown { lock: ident.lock(), step: Step::Release, detail: format!("no answer in {patience:?}") })
     })
 }
 
@@ -166,7 +197,7 @@ async fn release(
         Err(failure @ Failure::Unknown(_)) => return Err(ident.unknown(failure, Step::Release)),
         Err(failure) => {
             if last && !ident.holder.is_private() {
-                lease.keep(entry.clone());
+                core.holds.schedule(&lease, lease.keep(entry.clone()));
             }
             return Err(ident.refused(failure));
         }
@@ -249,7 +280,13 @@ pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: Lease
 }
 
 /// Gives back one hold that only the server knows of; `false` if there is none.
-pub(crate) async fn give_back_unrecorded(core: &Core, entry: EntryRef) -> Result<bool, Failure> {
+pub(crate) async fn give_back_unrecorded(core: &Arc<Core>, entry: EntryRef) -> Result<bool, Error> {
+    let (ident, turns) = (Arc::clone(&entry.ident), Arc::clone(&entry.turns));
+    in_time(core, &ident, &turns, release_unrecorded(Arc::clone(core), entry)).await
+}
+
+async fn release_unrecorded(core: Arc<Core>, entry: EntryRef) -> Result<bool, Error> {
+    let ident = &entry.ident;
     let _turn = entry.turns.take().await;
     let lease = core.config.watchdog_timeout;
     let mut patience = Patience::new(core.config.retry_timeout);
@@ -258,7 +295,7 @@ pub(crate) async fn give_back_unrecorded(core: &Core, entry: EntryRef) -> Result
         match reply.and_then(|reply| entry.kind.counted(reply)) {
             Ok(count) => break count,
             Err(failure) if failure.is_passing() && patience.pause().await => {}
-            Err(failure) => return Err(failure),
+            Err(failure) => return Err(ident.refused(failure)),
         }
     };
     // What guards stand for, and what is about to be given back elsewhere, is not there to be taken.
@@ -267,7 +304,10 @@ pub(crate) async fn give_back_unrecorded(core: &Core, entry: EntryRef) -> Result
         return Ok(false);
     }
     let moot = Instant::now() + lease.duration();
-    let told = told_to_leave(core, &entry, count - 1, lease, moot).await?;
+    let told = told_to_leave(&core, &entry, count - 1, lease, moot).await.map_err(|failure| match failure {
+        Failure::Unknown(_) => ident.unknown(failure, Step::Release),
+        failure => ident.refused(failure),
+    })?;
     if let Some(live) = entry.live() {
         live.lower_base(count - 1);
     }

@@ -71,7 +71,11 @@ fn look(core: &Arc<Core>) -> Vec<Vec<Arc<Lease>>> {
     let mut due: Vec<Arc<Lease>> = Vec::new();
     for lease in core.holds.take_due(Instant::now() + soon) {
         match lease.upkeep(period, soon) {
-            Upkeep::None => {}
+            Upkeep::None => {
+                if let Some(at) = lease.let_go_in_time() {
+                    core.holds.schedule(&lease, at);
+                }
+            }
             Upkeep::At(at) => core.holds.schedule(&lease, at),
             Upkeep::Lost { reason, clean } => tell_lost(core, &lease, reason, clean),
             Upkeep::Renew => {
@@ -200,12 +204,7 @@ pub(crate) fn tell_lost(core: &Arc<Core>, lease: &Arc<Lease>, reason: LostReason
     if core.holds.remove(lease) {
         tracing::warn!(lock = %lease.ident.lock(), owner = %lease.ident.owner(), %reason, "a lock was lost");
     }
-    if lease.ident.fresh {
-        // No scope has its holder, so an unlock that would ask for what was forgotten is not expected.
-        drop(lease.take_forgotten());
-    } else {
-        core.holds.remember(lease);
-    }
+    core.holds.lost(lease, reason);
     if clean {
         let entry = core.entry(&lease.ident, lease.kind);
         let (worker, lease) = (Arc::clone(core), Arc::clone(lease));

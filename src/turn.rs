@@ -102,6 +102,12 @@ impl InHand {
         old.into_iter().for_each(TakeOver::take_over);
     }
 
+    /// Takes over everything.
+    pub(crate) fn take_over_all(&self) {
+        let all: Vec<_> = self.table.lock().operations.values().filter_map(Weak::upgrade).collect();
+        all.into_iter().for_each(TakeOver::take_over);
+    }
+
     fn take_over_of(&self, line: usize) {
         let all: Vec<_> = {
             let table = self.table.lock();

@@ -57,9 +57,13 @@ impl Link {
     /// Connects, and loads the scripts given so that calling them by their SHA-1 works at once.
     pub(crate) async fn connect(settings: Settings, scripts: &[What]) -> Result<Self, Error> {
         let line = Line::open(&settings, Reconnect::Never).await?;
-        let identity = identify(&line, &settings)
-            .await
-            .map_err(|_| Error::Timeout { step: Step::Connect, after: settings.connect_timeout() })?;
+        // Without its name nothing that was sent on it could be ruled out: one of a server that is too busy to tell it is
+        // given up for another at once.
+        let (identity, nameless) = match identify(&line, &settings).await {
+            Ok(identity) => (identity, false),
+            Err(Failure::Server(_)) => (None, true),
+            Err(_) => return Err(Error::Timeout { step: Step::Connect, after: settings.connect_timeout() }),
+        };
         refuse_cluster(&line).await?;
         for script in scripts {
             let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
@@ -79,6 +83,9 @@ impl Link {
             tickets: AtomicU64::new(1),
             closed: AtomicBool::new(false),
         });
+        if nameless {
+            shared.distrust(1, "the server is busy with a script");
+        }
         let keeper = tokio::spawn(keep(Arc::clone(&shared)));
         Ok(Self { shared, keeper })
     }

@@ -49,20 +49,21 @@ pub(super) async fn keep(shared: Arc<Shared>) {
 
 /// Opens a new connection, and rules out the old ones. Tries for as long as it takes.
 async fn replacement(settings: &Settings, unfenced: &mut Vec<Identity>) -> (Line, Option<Identity>) {
-    const FIRST_PAUSE: Duration = Duration::from_millis(5);
-    let mut pause = FIRST_PAUSE;
+    let mut pause = Duration::from_millis(5);
     let mut told = false;
+    // A try may stand still, while the next would not; but each may need longer than the one before had.
+    let mut limit = settings.command_timeout();
     loop {
-        match Line::open(settings, Reconnect::Never).await {
+        let hurried = settings.within(limit);
+        limit = limit.saturating_mul(2).min(settings.connect_timeout());
+        match Line::open(&hurried, Reconnect::Never).await {
             Ok(line) => {
                 // One that fails here was asked nothing, so nothing of it has to be ruled out.
-                if let Ok(identity) = identify(&line, settings).await {
+                if let Ok(identity) = willing(&line, &hurried).await {
                     if fence(&line, unfenced).await {
                         return (line, identity);
                     }
                 }
-                // The server is there.
-                pause = FIRST_PAUSE;
             }
             Err(error) if !told => {
                 told = true;
@@ -93,7 +94,18 @@ async fn fence(line: &Line, unfenced: &mut Vec<Identity>) -> bool {
     true
 }
 
-/// Asks the server how it names a connection; `None` if it will not say (ACL, Redis before 6.2).
+/// As [`identify`], of a server that may be busy, for as long as it is.
+async fn willing(line: &Line, settings: &Settings) -> Result<Option<Identity>, Failure> {
+    loop {
+        match identify(line, settings).await {
+            Err(Failure::Server(_)) => tokio::time::sleep(crate::retry::LONGEST).await,
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Asks the server how it names a connection; `None` if it will not say (ACL, Redis before 6.2). That it says nothing yet
+/// (a script runs) is an error of the server's.
 ///
 /// A part of connecting, so it has as long as that.
 pub(super) async fn identify(line: &Line, settings: &Settings) -> Result<Option<Identity>, Failure> {
@@ -114,6 +126,7 @@ pub(super) async fn identify(line: &Line, settings: &Settings) -> Result<Option<
                 .zip(field("addr="))
                 .map(|(id, address)| Identity { id: id.into(), address: address.into() }))
         }
+        Ok(Err(failure @ Failure::Server(_))) if failure.is_passing() => Err(failure),
         Ok(Err(Failure::Server(_))) => Ok(None),
         Ok(Ok(_) | Err(_)) => Err(Failure::Unknown("the answer to CLIENT INFO is none".into())),
         Err(problem) => Err(Failure::Unknown(problem.to_string())),

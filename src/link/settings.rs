@@ -74,6 +74,11 @@ impl Settings {
         self.connect_timeout
     }
 
+    /// The same for a try to connect that takes no longer than that.
+    pub(super) fn within(&self, limit: Duration) -> Self {
+        Self { connect_timeout: self.connect_timeout.min(limit), ..self.clone() }
+    }
+
     /// A client that is configured for locks, not connected yet. One that fails fast makes a wrong address an error at
     /// once; another tries until it succeeds.
     pub(super) fn client(&self, reconnect: Reconnect, fail_fast: bool) -> fred::clients::Client {

@@ -3,13 +3,15 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::inspect::Inspected;
-use super::scripts::{Reentrant, accepted};
+use super::scripts::accepted;
 use crate::core::{Asked, Core};
 use crate::error::{Error, LostReason, Step};
 use crate::handoff::Handoff;
+use crate::holder::thread_of;
+use crate::holds::EntryRef;
 use crate::keys::Keys;
 use crate::lease::Lease;
 use crate::link::Failure;
@@ -20,17 +22,17 @@ use crate::script::catalog::FORCE_UNLOCK;
 pub(super) async fn force_unlock(core: &Arc<Core>, keys: &Keys) -> Result<bool, Error> {
     const LOOKS: usize = 5;
     for _ in 0..LOOKS {
-        let looked = Instant::now();
-        let owner = Inspected::of(core, keys).await?.first_owner(keys)?;
-        let own = core.holds.leases_of(&keys.name).into_iter().find(|lease| Some(&lease.ident.owner) == owner.as_ref());
-        let freed = match (owner, own) {
-            (None, _) => {
-                // What began before the look, and is not there, is lost already.
-                lose_all(core, keys, |lease| lease.began < looked);
-                return Ok(false);
-            }
-            (Some(owner), None) => free(core, keys, owner, looked).await?,
-            (Some(owner), Some(lease)) => free_own(core, keys, owner, looked, &lease).await?,
+        // What was granted before the look, and is not there, is lost already.
+        let earlier = core.holds.leases_of(&keys.name);
+        let Some(owner) = Inspected::of(core, keys).await?.first_owner(keys)? else {
+            lose_all(core, keys, |lease| earlier.iter().any(|earlier| std::ptr::eq(&**earlier, lease)));
+            return Ok(false);
+        };
+        let thread = thread_of(&owner, core.client_id);
+        let own = thread.and_then(|thread| core.holds.entry_in_use(&keys.name, thread));
+        let freed = match own {
+            Some(entry) => free_own(core, keys, owner, earlier, entry).await?,
+            None => free(core, keys, owner, &earlier).await?,
         };
         if freed {
             return Ok(true);
@@ -40,10 +42,16 @@ pub(super) async fn force_unlock(core: &Arc<Core>, keys: &Keys) -> Result<bool, 
     Ok(force_out(core, keys, Bytes::new()).await?.0)
 }
 
-/// Frees the possession of a holder of this client, in its turn: it does nothing more with the lock until it is known
-/// what became of this. Its next possession would look the same to a script that runs twice.
-async fn free_own(core: &Arc<Core>, keys: &Keys, owner: Bytes, looked: Instant, lease: &Lease) -> Result<bool, Error> {
-    let entry = core.entry(&lease.ident, &Reentrant);
+/// Frees the possession of a holder of this client, in its turn: a grant that is on its way has arrived then, and it does
+/// nothing more with the lock until it is known what became of this. Its next possession would look the same to a script
+/// that runs twice.
+async fn free_own(
+    core: &Arc<Core>,
+    keys: &Keys,
+    owner: Bytes,
+    earlier: Vec<Arc<Lease>>,
+    entry: EntryRef,
+) -> Result<bool, Error> {
     let turns = Arc::clone(&entry.turns);
     let (worker, keys) = (Arc::clone(core), keys.clone());
     let limit = core.config.patience();
@@ -51,15 +59,17 @@ async fn free_own(core: &Arc<Core>, keys: &Keys, owner: Bytes, looked: Instant, 
         let Ok(_turn) = timeout(limit, entry.turns.take()).await else {
             return Err(Error::Timeout { step: Step::EarlierOperation, after: limit });
         };
-        free(&worker, &keys, owner, looked).await
+        free(&worker, &keys, owner, &earlier).await
     };
     Handoff::new(&core.background, &turns, freeing).await.unwrap_or(Err(Error::Closed))
 }
 
 /// Frees the lock if that owner still holds it. Tells whether it has been freed.
-async fn free(core: &Arc<Core>, keys: &Keys, owner: Bytes, looked: Instant) -> Result<bool, Error> {
+async fn free(core: &Arc<Core>, keys: &Keys, owner: Bytes, earlier: &[Arc<Lease>]) -> Result<bool, Error> {
     // Told before anybody else can have it.
-    lose_all(core, keys, |lease| lease.began < looked || lease.ident.owner == owner);
+    lose_all(core, keys, |lease| {
+        lease.ident.owner == owner || earlier.iter().any(|earlier| std::ptr::eq(&**earlier, lease))
+    });
     let (freed, repeated) = force_out(core, keys, owner).await?;
     // What a repeat does not find any more, the first sending has freed; or its holder has gone.
     Ok(freed || repeated)

@@ -10,7 +10,6 @@ use super::Ident;
 use super::requests::{LockRequest, Options, RunRequest, TryLockRequest};
 use crate::core::Core;
 use crate::error::Error;
-use crate::handoff::Handoff;
 use crate::holder::Holder;
 use crate::holds::EntryRef;
 use crate::keys::Keys;
@@ -271,14 +270,9 @@ impl ReentrantLock {
             return Err(not_held());
         }
         let entry = self.core.entry(ident, &Reentrant);
-        let core = Arc::clone(&self.core);
-        let turns = Arc::clone(&entry.turns);
-        let release = async move { release::give_back_unrecorded(&core, entry).await };
-        let release = Handoff::new(&self.core.background, &turns, release);
-        match release::in_time(&self.core, ident, release).await? {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(not_held()),
-            Err(failure) => Err(ident.refused(failure)),
+        match release::give_back_unrecorded(&self.core, entry).await? {
+            true => Ok(()),
+            false => Err(not_held()),
         }
     }
 }

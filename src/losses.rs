@@ -1,0 +1,65 @@
+//! Holds that were lost and that no guard stands for, until an unlock asks for them.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use parking_lot::Mutex;
+
+use crate::error::LostReason;
+use crate::holds::EntryRef;
+
+/// How many a client remembers, the latest. Of a task that has ended nobody will ask, and it cannot be seen that it has.
+const REMEMBERED: usize = 1_000;
+
+/// The losses of one client, by age. Each keeps its entry, which knows it by its number.
+#[derive(Default)]
+pub(crate) struct Losses {
+    table: Mutex<Table>,
+}
+
+/// The numbers of one entry's losses. Some may be forgotten by now.
+pub(crate) type Numbers = Mutex<VecDeque<u64>>;
+
+#[derive(Default)]
+struct Table {
+    losses: BTreeMap<u64, (LostReason, EntryRef)>,
+    next: u64,
+}
+
+impl Losses {
+    /// Remembers one, and forgets the oldest if there are too many.
+    pub(crate) fn add(&self, reason: LostReason, entry: EntryRef) {
+        let kept = entry.clone();
+        let oldest = {
+            let table = &mut *self.table.lock();
+            let number = table.next;
+            table.next += 1;
+            table.losses.insert(number, (reason, kept));
+            let mut numbers = entry.losses.lock();
+            numbers.push_back(number);
+            if numbers.len() > REMEMBERED {
+                numbers.pop_front();
+            }
+            (table.losses.len() > REMEMBERED).then(|| table.losses.pop_first())
+        };
+        // The last reference to an entry takes another lock.
+        drop((oldest, entry));
+    }
+
+    /// Takes the entry's latest.
+    pub(crate) fn take(&self, numbers: &Numbers) -> Option<LostReason> {
+        loop {
+            let number = numbers.lock().pop_back()?;
+            let loss = self.table.lock().losses.remove(&number);
+            if let Some((reason, entry)) = loss {
+                drop(entry);
+                return Some(reason);
+            }
+        }
+    }
+
+    /// Forgets all.
+    pub(crate) fn clear(&self) {
+        let losses = std::mem::take(&mut self.table.lock().losses);
+        drop(losses);
+    }
+}
