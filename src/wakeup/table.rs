@@ -27,18 +27,10 @@ struct Table {
 
 #[derive(Default)]
 struct Channel {
-    subscription: Subscription,
+    /// Somebody has had to sleep.
+    asked: bool,
     /// By lock name: names in and without braces share a channel.
     lanes: HashMap<Bytes, Arc<Lane>>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-enum Subscription {
-    /// Nobody has had to sleep yet.
-    #[default]
-    NotAsked,
-    Asked,
-    Confirmed,
 }
 
 /// What a waiter does next.
@@ -85,10 +77,7 @@ impl Wakeups {
     /// The subscriptions are gone, and messages may have been missed.
     pub(crate) fn interrupted(&self) {
         let table = &mut *self.table.lock();
-        for (name, channel) in &mut table.channels {
-            if channel.subscription == Subscription::Confirmed {
-                channel.subscription = Subscription::Asked;
-            }
+        for (name, channel) in &table.channels {
             self.change(&mut table.changed, name);
             channel.wake();
         }
@@ -112,17 +101,14 @@ impl Wakeups {
     pub(crate) fn wants(&self, channel: &Bytes) -> bool {
         let mut table = self.table.lock();
         table.changed.remove(channel);
-        table.channels.get(channel).is_some_and(|channel| channel.subscription != Subscription::NotAsked)
+        table.channels.get(channel).is_some_and(|channel| channel.asked)
     }
 
     /// The server has confirmed a subscription, which is a reason to try again: a message may have been missed before.
+    ///
+    /// Each time, for the connection may have been lost since an earlier confirmation was sent.
     pub(crate) fn confirmed(&self, channel: &Bytes) {
-        if let Some(channel) = self.table.lock().channels.get_mut(channel) {
-            if channel.subscription != Subscription::Confirmed {
-                channel.subscription = Subscription::Confirmed;
-                channel.wake();
-            }
-        }
+        self.message(channel);
     }
 
     /// Has a look taken at a channel's subscription (again).
@@ -140,8 +126,7 @@ impl Wakeups {
     fn subscribe(&self, name: &Bytes) {
         let table = &mut *self.table.lock();
         if let Some(channel) = table.channels.get_mut(name) {
-            if channel.subscription == Subscription::NotAsked {
-                channel.subscription = Subscription::Asked;
+            if !std::mem::replace(&mut channel.asked, true) {
                 self.change(&mut table.changed, name);
             }
         }
@@ -178,7 +163,7 @@ impl LaneRef {
             channel.lanes.remove(&self.name);
         }
         if channel.lanes.is_empty() {
-            let asked = channel.subscription != Subscription::NotAsked;
+            let asked = channel.asked;
             table.channels.remove(&self.channel);
             if asked {
                 self.wakeups.change(&mut table.changed, &self.channel);

@@ -180,6 +180,19 @@ async fn a_lost_connection_wakes_everybody_and_asks_again() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_confirmation_that_the_lost_connection_sent_does_not_stand_for_the_next_one() {
+    let (wakeups, _changes) = Wakeups::new();
+    let place = join(&wakeups, 1);
+    assert!(asks(&place));
+    assert!(!asks(&place));
+    wakeups.interrupted();
+    wakeups.confirmed(&CHANNEL);
+    assert!(asks(&place));
+    wakeups.confirmed(&CHANNEL);
+    assert!(asks(&place), "a message may have been missed before the confirmation");
+}
+
+#[tokio::test(start_paused = true)]
 async fn waiters_of_one_holder_hear_that_it_was_granted() {
     let (wakeups, _changes) = Wakeups::new();
     let (_first, second, other) = (join(&wakeups, 1), join(&wakeups, 1), join(&wakeups, 2));
