@@ -93,6 +93,8 @@ struct State {
     tried: u64,
     /// When the one in front tries again without a reason.
     recheck_at: Instant,
+    /// Since when the one in front can take its turn, if that is later than the turn itself.
+    turn_since: Instant,
     /// The attempt in flight, and who began it.
     trying: Option<(u64, Arc<Waiter>)>,
     attempts: u64,
@@ -117,6 +119,7 @@ impl Lane {
                 wakes: 1,
                 tried: 0,
                 recheck_at: Instant::now(),
+                turn_since: Instant::now(),
                 trying: None,
                 attempts: 0,
                 answers: 0,
@@ -133,6 +136,9 @@ impl Lane {
     pub(crate) fn join(&self, thread: i64) -> Arc<Waiter> {
         let mut state = self.state.lock();
         let waiter = Arc::new(Waiter { thread, notify: Notify::new(), answers: state.answers });
+        if state.queue.is_empty() {
+            state.turn_since = Instant::now();
+        }
         state.queue.push_back(Arc::clone(&waiter));
         waiter
     }
@@ -246,6 +252,7 @@ impl Lane {
                 Outcome::Granted(_) | Outcome::Silent(_) => state.wakes += 1,
             }
             if goes_away {
+                state.turn_since = now;
                 state.pass_baton();
             }
         }
@@ -258,6 +265,7 @@ impl Lane {
         if let Some(at) = state.queue.iter().position(|other| Arc::ptr_eq(other, waiter)) {
             state.queue.remove(at);
             if at == 0 {
+                state.turn_since = Instant::now();
                 state.pass_baton();
             }
         } else {
@@ -295,7 +303,7 @@ impl State {
     fn front_overdue_at(&self, pace: Pace) -> Instant {
         let turn_at = if self.trying.is_some() { self.attempt_overdue_at(pace) } else { self.recheck_at };
         // Who is polled at all comes at once when it is notified.
-        turn_at + if self.in_a_hurry { pace.recheck / 10 } else { pace.recheck }
+        turn_at.max(self.turn_since) + if self.in_a_hurry { pace.recheck / 10 } else { pace.recheck }
     }
 
     fn everybody(&self) -> impl Iterator<Item = &Arc<Waiter>> {
@@ -323,6 +331,6 @@ impl State {
         self.trying = None;
         self.in_a_hurry = true;
         self.wakes += 1;
-        self.recheck_at = now;
+        self.turn_since = now;
     }
 }

@@ -128,6 +128,28 @@ async fn a_waiter_that_is_not_polled_gives_way() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_comes_to_the_front_has_its_own_time_to_take_its_turn() {
+    let (wakeups, _changes) = Wakeups::new();
+    let (parked, second, third) = (join(&wakeups, 1), join(&wakeups, 2), join(&wakeups, 3));
+    assert!(asks(&parked));
+    tokio::time::advance(3 * PACE.recheck).await;
+    drop(parked);
+    assert!(!asks(&third), "the second has only just been notified");
+    let attempt = tries(&second).unwrap();
+    drop(second);
+    tokio::time::advance(2 * PACE.recheck).await;
+    let fourth = join(&wakeups, 4);
+    drop(attempt);
+    assert!(!asks(&fourth), "the third has only just been notified");
+    let _attempt = tries(&third).unwrap();
+    (drop(third), drop(fourth));
+    tokio::time::advance(3 * PACE.recheck).await;
+    let (fifth, sixth) = (join(&wakeups, 5), join(&wakeups, 6));
+    assert!(!asks(&sixth), "the fifth has only just come");
+    assert!(asks(&fifth), "who began the attempt in flight is not being polled");
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_attempt_that_is_not_polled_gives_way_and_one_that_goes_on_does_not() {
     let (wakeups, _changes) = Wakeups::new();
     let (parked, second) = (join(&wakeups, 1), join(&wakeups, 2));
