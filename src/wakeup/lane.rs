@@ -4,9 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::Instant;
-
-use super::sync::{Mutex, Notify};
+use super::sync::{Instant, Mutex, Notify};
 
 /// A lane counts the reasons to try (`wakes`) and remembers how far that count was at the last attempt (`tried`).
 /// Both belong to the lane, not to a waiter, so a waiter that goes away takes no wake-up with it.

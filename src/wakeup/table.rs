@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use tokio::sync::mpsc;
-use tokio::time::Instant;
 
 use super::lane::{Lane, Outcome, Pace, Silence, Standing, Step, Waiter};
-use super::sync::Mutex;
+use super::sync::{Instant, Mutex};
 
 /// All lanes of a client.
 pub(crate) struct Wakeups {

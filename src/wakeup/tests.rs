@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use tokio::time::Instant;
 
 use super::{InFlight, Outcome, Pace, Place, Turn, Wakeups};
 
@@ -147,6 +148,24 @@ async fn who_comes_to_the_front_has_its_own_time_to_take_its_turn() {
     let (fifth, sixth) = (join(&wakeups, 5), join(&wakeups, 6));
     assert!(!asks(&sixth), "the fifth has only just come");
     assert!(asks(&fifth), "who began the attempt in flight is not being polled");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_time_of_silence_goes_from_its_first_attempt_to_its_last() {
+    let (wakeups, _changes) = Wakeups::new();
+    let place = join(&wakeups, 1);
+    let (since, time) = (Instant::now(), Duration::from_secs(1));
+    for _ in 0..2 {
+        let attempt = tries(&place).unwrap();
+        tokio::time::advance(time).await;
+        drop(attempt);
+    }
+    let attempt = tries(&place).unwrap();
+    let silence = attempt.silence().unwrap();
+    assert_eq!((silence.since, silence.until), (since, since + 2 * time));
+    attempt.answered(Outcome::Held(None));
+    wakeups.message(&CHANNEL);
+    assert!(tries(&place).unwrap().silence().is_none());
 }
 
 #[tokio::test(start_paused = true)]

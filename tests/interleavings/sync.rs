@@ -4,6 +4,8 @@ use std::task::{Poll, Waker};
 
 use shuttle::sync::MutexGuard;
 
+pub use crate::clock::Instant;
+
 /// As `parking_lot::Mutex`.
 pub struct Mutex<T>(shuttle::sync::Mutex<T>);
 
