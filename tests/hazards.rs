@@ -8,7 +8,7 @@ use redisson_lock::{Error, Holder, HolderExt, LockClient, LockClientBuilder, Loc
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use support::observe::{channels, owners, pttl, rival, scripts, watch};
+use support::observe::{channels, exists, owners, park, pttl, rival, scripts, watch};
 use support::proxy::{Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until, wait_until_async};
 use tokio::task::{JoinHandle, block_in_place};
@@ -205,6 +205,20 @@ async fn a_dropped_guard_never_blocks_and_its_failure_is_traced_and_counted() {
     let all = "a dropped guard could not be released";
     wait_until_async("each failure is traced", SOON, || async { trap.has_heard(all) == LOCKS }).await;
     assert_eq!(client.failed_releases(), LOCKS as u64);
+}
+
+/// The background finishes it, and nobody is left whom it could tell that it was refused.
+#[tokio::test]
+async fn an_unlock_whose_future_was_dropped_and_that_fails_is_counted() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let guard = lock.lock().await.unwrap();
+    cmd("ACL").arg(&["SETUSER", "default", "-evalsha", "-eval"]).exec(&mut redis).unwrap();
+    drop(park(guard.unlock()));
+    wait_until_async("it is counted", SOON, || async { client.failed_releases() == 1 }).await;
+    assert!(exists(&mut redis, &lock.name().unwrap()));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use redisson_lock::LockClient;
 use support::observe::{channels, info};
+use support::proxy::Proxy;
 use support::server::{Server, unique, wait_until};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 /// Far more than any step takes, far less than the leases in these tests.
 const SOON: Duration = Duration::from_secs(10);
@@ -38,6 +39,28 @@ async fn connections_that_are_killed_again_and_again_spoil_no_count() {
         std::thread::sleep(ms(20));
     })
     .await;
+}
+
+/// A busy server accepts a connection and refuses what is asked on it: no reason to try again without a pause.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_busy_server_is_not_stormed_with_connections() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    redis::cmd("CONFIG").arg(&["SET", "lua-time-limit", "50"]).exec(&mut redis).unwrap();
+    let proxy = Proxy::start(&server).await;
+    let client = LockClient::connect(&proxy.url()).await.unwrap();
+    let mut stuck = server.connection();
+    let script = std::thread::spawn(move || redis::cmd("EVAL").arg("while true do end").arg(0).exec(&mut stuck));
+    wait_until("the server is busy", SOON, || {
+        redis::cmd("PING").exec(&mut redis).is_err_and(|error| error.code() == Some("BUSY"))
+    });
+    proxy.close_now();
+    sleep(ms(4_000)).await;
+    redis::cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
+    script.join().unwrap().unwrap_err();
+    let received = info(&mut redis, "stats", "total_connections_received:", "");
+    assert!(received < 100, "{received} connections in 4 s");
+    assert_eq!(client.lock(unique("stock")).is_locked().await, Ok(false));
 }
 
 /// Fifty tasks lock and unlock five locks, a thousand times in all, while something goes wrong again and again.

@@ -6,7 +6,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use redisson_lock::{Error, HolderPolicy, LockClient, LockGuard};
+use redisson_lock::{Error, Holder, HolderExt, HolderPolicy, LockClient, LockGuard, ReentrantLock};
 use support::server::{Server, unique, wait_until};
 use tokio::sync::Mutex;
 
@@ -112,6 +112,69 @@ async fn lost_holds_that_tasks_have_forgotten_are_remembered_up_to_a_limit() {
     wait_until("its lease is over", LIMIT, || keys(&server) == 0);
     assert!(matches!(lock.unlock().await, Err(Error::Lost { .. })));
     assert!(matches!(lock.unlock().await, Err(Error::NotHeld { .. })));
+}
+
+/// The same where a task locks again before it ends: the hold that was lost first is remembered, too, and within the same
+/// limit.
+#[tokio::test(flavor = "multi_thread")]
+async fn lost_holds_of_tasks_that_locked_again_are_remembered_up_to_a_limit() {
+    const TASKS: usize = 2_000;
+    let _alone = ALONE.lock().await;
+    let server = Server::start();
+    let client = LockClient::builder().holder_policy(HolderPolicy::PerTask).connect(&server.url()).await.unwrap();
+    let forget = async |count: usize| {
+        for _ in 0..count / 500 {
+            let tasks = (0..500).map(|_| {
+                let lock = client.lock(unique("stock"));
+                tokio::spawn(async move {
+                    let take = || lock.lock().lease(Duration::from_millis(500));
+                    let first = take().await.unwrap();
+                    let lost = first.lost();
+                    first.forget();
+                    lost.await;
+                    // The server forgets it a margin later.
+                    take().await.unwrap().forget();
+                })
+            });
+            for task in futures::future::join_all(tasks).await {
+                task.unwrap();
+            }
+        }
+        wait_until("the server has forgotten them", LIMIT, || keys(&server) == 0);
+    };
+    forget(TASKS).await;
+    let before = ALLOCATED.load(Ordering::Relaxed);
+    forget(TASKS).await;
+    wait_until("as many are remembered as before", LIMIT, || grown(before) < 100 * TASKS);
+}
+
+/// What came of a release that was refused is not known, so its holder's entry stays: until the server can have nothing of
+/// it any more, whoever the holder is.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_release_whose_lease_is_over_costs_no_memory() {
+    const HOLDS: usize = 500;
+    let _alone = ALONE.lock().await;
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let mut refuse = async |count: usize| {
+        let locks: Vec<_> = (0..count).map(|_| client.lock(unique("stock"))).collect();
+        let holder = Holder::from_thread_id(7).unwrap();
+        let take = |lock: &ReentrantLock| lock.lock().lease(Duration::from_secs(3)).with_holder(holder).into_future();
+        let guards = futures::future::try_join_all(locks.iter().map(take)).await.unwrap();
+        redis::cmd("ACL").arg(&["SETUSER", "default", "-evalsha", "-eval"]).exec(&mut redis).unwrap();
+        for guard in guards {
+            let told = guard.unlock().await;
+            assert!(matches!(told, Err(Error::Server { .. })), "{told:?}");
+        }
+        redis::cmd("ACL").arg(&["SETUSER", "default", "+evalsha", "+eval"]).exec(&mut redis).unwrap();
+        wait_until("the leases are over", LIMIT, || keys(&server) == 0);
+    };
+    // More at once than later: tables keep the room that they have been given.
+    refuse(2 * HOLDS).await;
+    let before = ALLOCATED.load(Ordering::Relaxed);
+    refuse(HOLDS).await;
+    wait_until("refused releases leave less than 100 bytes each", LIMIT, || grown(before) < 100 * HOLDS);
 }
 
 fn keys(server: &Server) -> usize {

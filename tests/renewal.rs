@@ -4,8 +4,8 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use redisson_lock::LockClient;
-use support::proxy::Proxy;
+use redisson_lock::{LockClient, LockGuard};
+use support::proxy::{Flow, Proxy, Way};
 use support::server::{Server, unique, wait_until_async};
 use tokio::time::{sleep, timeout};
 
@@ -58,15 +58,45 @@ async fn one_connection_that_stands_still_loses_no_lock() {
             // Until just before the first renewal.
             sleep(ms(900 - 40 * (number / 6))).await;
             proxy.stall();
-            let mut left = guard.remaining_lease();
-            wait_until_async("it is renewed or lost", SOON, || {
-                let before = std::mem::replace(&mut left, guard.remaining_lease());
-                std::future::ready(guard.is_lost() || left > before)
-            })
-            .await;
-            guard.is_lost()
+            is_renewed(&guard).await
         })
     });
-    let lost: Vec<bool> = futures::future::join_all(stalled).await.into_iter().map(Result::unwrap).collect();
-    assert!(!lost.contains(&true), "lost: {lost:?}");
+    let renewed: Vec<bool> = futures::future::join_all(stalled).await.into_iter().map(Result::unwrap).collect();
+    assert!(!renewed.contains(&false), "renewed, not lost: {renewed:?}");
+}
+
+/// The attempt to connect stands still, too: something in between accepted it and lost its state. If it were waited for as
+/// long as a connection may take, a cut of half a lease would cost the whole of it.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_attempt_to_connect_that_stands_still_loses_no_lock() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let client = LockClient::builder().watchdog_timeout(ms(3_000)).connect(&proxy.url()).await.unwrap();
+    let guard = client.lock(unique("stock")).lock().await.unwrap();
+    assert!(is_renewed(&guard).await);
+    let cut = Instant::now();
+    proxy.set(Way::Both, Flow::Hold);
+    // Something to be without an answer, so that the connection is given up after a second.
+    let probe = client.lock("probe");
+    let probing = tokio::spawn(async move { probe.is_locked().await });
+    sleep(ms(1_500)).await;
+    proxy.stall();
+    proxy.set(Way::Both, Flow::Pass);
+    // Half of the lease was cut off. Now every new connection works.
+    let fresh = LockClient::connect(&proxy.url()).await.unwrap();
+    assert_eq!(fresh.lock("probe").is_locked().await, Ok(false));
+    let back = cut.elapsed();
+    assert!(is_renewed(&guard).await, "lost, although cut off for {back:?} only of a lease of 3 s");
+    assert_eq!(timeout(SOON, probing).await.expect("it hangs").unwrap(), Ok(false));
+}
+
+/// Waits until the lock is renewed or lost.
+async fn is_renewed(guard: &LockGuard) -> bool {
+    let mut left = guard.remaining_lease();
+    wait_until_async("it is renewed or lost", SOON, || {
+        let before = std::mem::replace(&mut left, guard.remaining_lease());
+        std::future::ready(guard.is_lost() || left > before)
+    })
+    .await;
+    !guard.is_lost()
 }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use redis::{Connection, cmd};
-use redisson_lock::{Holder, LockClient, LockClientBuilder};
+use redisson_lock::{ClientId, Error, Holder, HolderExt, LockClient, LockClientBuilder};
 use support::observe::{exists, expired, owner, owners, rival, sha1_of};
 use support::proxy::{Fate, Proxy};
 use support::server::{Server, unique, wait_until};
@@ -307,4 +307,24 @@ async fn an_error_that_belongs_to_another_call_is_not_believed() {
             assert_eq!(expired(&mut redis), 0, "it ran out instead");
         }
     }
+}
+
+/// The hold was another client's with the same id, so this one has no record of it, and its release was run before the
+/// repeat was refused. "Nothing was changed" would be false.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unlock_of_an_inherited_hold_that_freed_does_not_say_that_nothing_was_changed() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let proxy = Proxy::start(&server).await;
+    let (id, name, holder) = (ClientId::random(), unique("stock"), Holder::from_thread_id(7).unwrap());
+    cmd("HSET").arg(&name).arg(format!("{id}:{holder}")).arg(1).exec(&mut redis).unwrap();
+    cmd("PEXPIRE").arg(&name).arg(600_000).exec(&mut redis).unwrap();
+    let client = LockClient::builder().client_id(id).command_timeout(ms(500)).connect(&proxy.url()).await.unwrap();
+    let lock = client.lock(&name);
+    proxy.next_reply_to(&[sha1_of("release")], Fate::Swallow);
+    let unlocking = tokio::spawn(async move { lock.unlock().with_holder(holder).await });
+    wait_until("it is free", SOON, || !exists(&mut redis, &name));
+    cmd("ACL").arg(&["SETUSER", "default", "-evalsha", "-eval"]).exec(&mut redis).unwrap();
+    let told = timeout(SOON, unlocking).await.expect("it hangs").unwrap();
+    assert!(!matches!(told, Err(Error::Connection { .. })), "{told:?}");
 }

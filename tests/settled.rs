@@ -93,6 +93,32 @@ async fn a_failed_acquire_leaves_no_key_within_a_second_of_the_servers_return() 
     }
 }
 
+/// The network is back, and the connections of before are dead for good, as after the restart of a NAT or of a balancer:
+/// so is the attempt to make a new one, which was under way.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failed_acquire_is_taken_back_soon_though_an_attempt_to_connect_stands_still() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let proxy = Proxy::start(&server).await;
+    let builder = LockClient::builder().watchdog_timeout(ms(60_000)).command_timeout(ms(300)).retry_timeout(ms(0));
+    let client = builder.connect(&proxy.url()).await.unwrap();
+    let before = connections(&mut redis);
+    let lock = client.lock(unique("stock"));
+    let name = lock.name().unwrap();
+    proxy.set(Way::Replies, Flow::Hold);
+    let told = lock.lock().await;
+    assert!(matches!(told, Err(Error::Unknown { step: Step::Acquire, .. })), "{told:?}");
+    proxy.set(Way::Both, Flow::Hold);
+    assert!(exists(&mut redis, &name));
+    wait_until("an attempt to connect is under way", SOON, || connections(&mut redis) > before);
+    proxy.stall();
+    proxy.set(Way::Both, Flow::Pass);
+    let fresh = LockClient::connect(&proxy.url()).await.unwrap();
+    assert_eq!(fresh.lock("probe").is_locked().await, Ok(false));
+    // Once the connect timeout, which is 5 s, was waited for.
+    wait_until("nothing is left of it", ms(2_000), || !exists(&mut redis, &name));
+}
+
 /// "their keys stay until their leases run out, so that nobody else gets in while their code may still run".
 ///
 /// A renewal is under way when the client is shut down, and stays without an answer; another guard's pending release
@@ -206,6 +232,32 @@ async fn a_late_unlock_on_a_connection_that_was_slow_at_first_takes_nothing_from
     wait_until("both connections are there", SOON, || connections(&mut redis) == 3);
     proxy.set(Way::Replies, Flow::Pass);
     let client = connecting.await.unwrap();
+    the_late_unlock_takes_nothing(&server, &proxy, &client).await;
+}
+
+/// A busy server does not say which connection it is that was made, so nobody could have it closed later on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_late_unlock_on_a_connection_to_a_server_that_was_busy_takes_nothing_from_the_next_hold() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    redis::cmd("CONFIG").arg(&["SET", "lua-time-limit", "50"]).exec(&mut redis).unwrap();
+    let proxy = Proxy::start(&server).await;
+    let mut stuck = server.connection();
+    let script = std::thread::spawn(move || redis::cmd("EVAL").arg("while true do end").arg(0).exec(&mut stuck));
+    wait_until("the server is busy", SOON, || {
+        redis::cmd("PING").exec(&mut redis).is_err_and(|error| error.code() == Some("BUSY"))
+    });
+    let connecting = LockClient::builder().watchdog_timeout(ms(60_000)).command_timeout(ms(400));
+    let client = connecting.connect(&proxy.url()).await;
+    redis::cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
+    script.join().unwrap().unwrap_err();
+    the_late_unlock_takes_nothing(&server, &proxy, &client.expect("it connects, busy or not")).await;
+}
+
+/// An unlock is stalled with its connection, which the client gives up; its repeat frees the lock, and the same holder
+/// takes it again. Then the first sending is let go.
+async fn the_late_unlock_takes_nothing(server: &Server, proxy: &Proxy, client: &LockClient) {
+    let mut redis = server.connection();
     let lock = client.lock(unique("stock"));
     let name = lock.name().unwrap();
     let rival = LockClient::connect(&server.url()).await.unwrap();

@@ -230,6 +230,23 @@ async fn a_forgotten_hold_that_was_lost_is_remembered_while_its_holder_locks_aga
     assert_not_held(lock.unlock().with_holder(holder).await);
 }
 
+/// A client remembers the latest thousand: each of them, not only the last of each lock or holder.
+#[tokio::test(flavor = "multi_thread")]
+async fn forgotten_holds_that_ran_out_are_each_told_within_the_latest_thousand() {
+    const HOLDS: usize = 900;
+    let mut bench = Bench::new().await;
+    let mut forgotten = Vec::new();
+    for _ in 0..HOLDS {
+        let (lock, holder) = (bench.client.lock(unique("stock")), Holder::new());
+        lock.lock().lease(Duration::from_secs(1)).with_holder(holder).await.unwrap().forget();
+        forgotten.push((lock, holder));
+    }
+    wait_until("the leases are over", LIMIT, || cmd("DBSIZE").query(&mut bench.observer) == Ok(0));
+    for (lock, holder) in forgotten {
+        assert_lost(lock.unlock().with_holder(holder).await, LostReason::Expired);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
     let mut bench = Bench::new().await;

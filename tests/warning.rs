@@ -112,6 +112,35 @@ async fn a_long_wait_for_a_lock_of_the_same_client_is_warned() {
     }
 }
 
+/// Whose lock it is goes by the task that asked, not by who drove its attempt to the end: after a while without an answer
+/// that is the background.
+#[tokio::test]
+async fn a_task_whose_lock_was_granted_late_is_warned_of_itself() {
+    let server = Server::start();
+    let client = LockClient::builder().command_timeout(BRIEF).connect(&server.url()).await.unwrap();
+    let log = Log::default();
+    let _listening = log.listen();
+    for late in [false, true] {
+        let lock = client.lock(unique("stock"));
+        let name = lock.name().unwrap();
+        if late {
+            server.pause();
+        }
+        let resume = async {
+            if late {
+                tokio::time::sleep(5 * BRIEF).await;
+                server.resume();
+            }
+        };
+        let (outer, ()) = tokio::join!(lock.lock(), resume);
+        let _outer = outer.unwrap();
+        assert!(lock.try_lock().wait(BRIEF).await.unwrap().is_none());
+        let told = log.warnings();
+        let warned = |line: &str| line.contains("waits for a lock that it holds itself") && line.contains(&name);
+        assert!(told.lines().any(warned), "late: {late}; {told}");
+    }
+}
+
 #[tokio::test]
 async fn a_wait_for_many_short_holds_is_not_warned() {
     let told = heard(async |lock| {

@@ -4,9 +4,11 @@
 #![allow(dead_code)]
 
 use std::collections::HashMap;
+use std::fmt::Debug;
+use std::pin::Pin;
 use std::time::{Duration, Instant};
 
-use futures::poll;
+use futures::{FutureExt, poll};
 use redis::{Connection, cmd};
 use redisson_lock::{Holder, LockClient, LockGuard, LostReason};
 use tokio::runtime::Builder;
@@ -85,6 +87,15 @@ pub fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
         let _ = tell.send((Instant::now(), reason));
     });
     told
+}
+
+/// Begins a future, and leaves it where it stands. For tests on one thread, where no answer can come within the one poll.
+#[track_caller]
+pub fn park<F: Future<Output: Debug>>(future: F) -> Pin<Box<F>> {
+    let mut parked = Box::pin(future);
+    let told = (&mut parked).now_or_never();
+    assert!(told.is_none(), "it had nothing to wait for: {told:?}");
+    parked
 }
 
 /// Polls the waiters until one of them sleeps, listening for the lock; then it leaves them alone.
