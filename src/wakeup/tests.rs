@@ -143,7 +143,8 @@ async fn who_comes_to_the_front_has_its_own_time_to_take_its_turn() {
     drop(attempt);
     assert!(!asks(&fourth), "the third has only just been notified");
     let _attempt = tries(&third).unwrap();
-    (drop(third), drop(fourth));
+    drop(third);
+    drop(fourth);
     tokio::time::advance(3 * PACE.recheck).await;
     let (fifth, sixth) = (join(&wakeups, 5), join(&wakeups, 6));
     assert!(!asks(&sixth), "the fifth has only just come");
