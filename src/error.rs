@@ -46,7 +46,7 @@ pub enum Error {
     /// The wait time ran out while somebody else held the lock. Nothing of ours is left on the server.
     ///
     /// Wait longer, or do without.
-    #[error("lock {lock:?} is held by another holder: gave up after {waited:?}{}", remaining(*.remaining_ttl))]
+    #[error("lock {lock:?} is held by another holder: gave up after {waited:?}{}; wait longer, or do without", remaining(*.remaining_ttl))]
     Contended {
         /// The lock's name.
         lock: String,

@@ -8,9 +8,9 @@ use std::time::Duration;
 use redisson_lock::{Error, LockClient};
 use support::server::{Server, unique};
 
-/// `Error::Connection` is documented: "The server cannot be reached, and nothing was sent."
+/// `Error::Connection` is documented: "The server cannot be reached, and nothing was changed."
 #[tokio::test]
-async fn connection_error_means_that_nothing_was_sent() {
+async fn a_question_that_was_sent_is_not_told_as_unsent() {
     let server = Server::start();
     let client = LockClient::builder()
         .command_timeout(Duration::from_millis(300))

@@ -25,7 +25,7 @@ impl Inspected {
     pub(super) async fn of(core: &Core, keys: &Keys) -> Result<Self, Error> {
         let call = INSPECT.batch(1).row(keys.name.clone(), []).call();
         let Asked { reply, .. } = core.ask(call, &keys.display(), Step::Inspect).await?;
-        let malformed = || Error::Connection { detail: "a reply of another shape".into() };
+        let malformed = || Error::Connection { detail: "a reply of another shape (is it Redis or Valkey?)".into() };
         let Reply::List(mut values) = reply else { return Err(malformed()) };
         if values.len() < 2 || values.len() % 2 != 0 {
             return Err(malformed());
