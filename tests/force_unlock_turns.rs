@@ -138,7 +138,7 @@ async fn a_force_unlock_that_found_nothing_takes_nothing() {
     let name = lock.name().unwrap();
     proxy.set(Way::Both, Flow::Hold);
     proxy.close_now();
-    // The client has to notice, and shows that to nobody: both wait for a connection, the look before the acquire.
+    // The client has to notice, and shows that to nobody. Then both wait for a connection.
     sleep(ms(200)).await;
     let parked = park(lock.lock());
     sleep(ms(5)).await;

@@ -100,6 +100,5 @@ async fn a_shutdown_gives_back_what_an_acquire_that_its_caller_awaits_was_grante
     let ended = timeout(SOON, ending).await.expect("the shutdown hangs").unwrap();
     let told = timeout(SOON, locking).await.expect("the acquire hangs").unwrap();
     let what = format!("it is free, after {ended:?} and {told:?}");
-    // A guard that was handed over would be another's affair: it lives in `told`.
     wait_until(&what, ms(1_000), || !exists(&mut redis, &name));
 }
