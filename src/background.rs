@@ -74,6 +74,11 @@ impl Background {
         }
     }
 
+    /// Whether its task has gone: then nothing is finished any more.
+    pub(crate) fn has_ended(&self) -> bool {
+        self.jobs.is_closed()
+    }
+
     /// Counts an operation that its caller drives, for as long as what this answers lives.
     pub(crate) fn with_caller(&self) -> Busy {
         Busy::new(&self.with_callers)

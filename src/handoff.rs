@@ -149,6 +149,10 @@ impl<T: Send + 'static> Slot<T> {
 
 impl<T: Send + 'static> TakeOver for Slot<T> {
     fn take_over(self: Arc<Self>) {
+        if self.background.has_ended() {
+            // Its caller may poll it yet.
+            return;
+        }
         // Whoever is polled needs no help.
         let Some(mut work) = self.work.try_lock() else { return };
         let (future, busy) = match replace(&mut *work, Work::Over) {

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use crate::error::LostReason;
 use crate::lease::Lease;
 use crate::locks::{Ident, Kind};
-use crate::losses::{Losses, Numbers};
+use crate::losses::{Loss, Losses, Numbers};
 use crate::turn::{InHand, Turns};
 
 /// A lock and a holder: what the renewal table is keyed by.
@@ -141,10 +141,12 @@ impl Holds {
     }
 
     /// Remembers the forgotten holds of a possession that is lost. Where no scope has its holder, no unlock will ask.
-    pub(crate) fn lost(&self, lease: &Lease, reason: LostReason) {
+    pub(crate) fn lost(&self, lease: &Arc<Lease>, reason: LostReason) {
         let forgotten = lease.take_forgotten();
         if !lease.ident.fresh {
-            forgotten.into_iter().for_each(|entry| self.losses.add(reason, entry));
+            for (id, entry) in forgotten {
+                self.losses.add(Loss { reason, entry, lease: Arc::clone(lease), id });
+            }
         }
     }
 
@@ -218,18 +220,6 @@ impl EntryRef {
                 self.holds.lost(old, reason);
             }
         }
-    }
-
-    /// Remembers a hold that was lost and that no guard stands for.
-    pub(crate) fn owe(&self, reason: LostReason) {
-        self.holds.losses.add(reason, self.clone());
-    }
-
-    /// What an unlock has to tell that found nothing to give back: a forgotten hold that was lost is told of once, a
-    /// guard's for as long as the guard is there.
-    pub(crate) fn claim_loss(&self) -> Option<LostReason> {
-        let owed = self.holds.losses.take(&self.losses);
-        owed.or_else(|| self.latest().filter(|lease| lease.held() > 0)?.lost())
     }
 }
 

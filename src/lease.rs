@@ -66,10 +66,13 @@ struct State {
 /// The server's clock began to run when the script arrived, a little later than ours.
 const LATER: Duration = Duration::from_secs(1);
 
-struct Held {
+/// A hold, as it is recorded.
+pub(crate) struct Held {
     id: u64,
     mode: Mode,
     task: TaskId,
+    /// Whether a guard stands for it, or stood.
+    pub(crate) guarded: bool,
     /// Keeps the entry of a hold that no guard stands for.
     forgotten: Option<EntryRef>,
     /// Whether it is being given back: it is a reason to renew no more.
@@ -89,6 +92,8 @@ pub(crate) struct Leaving {
     pub(crate) leave: i64,
     /// The lease that the remaining holds are entitled to, if there are any.
     pub(crate) stay: Option<Mode>,
+    /// What leaves.
+    pub(crate) hold: Held,
 }
 
 /// What the scheduler has to do about a lease.
@@ -133,7 +138,7 @@ impl Lease {
     /// Records a hold that the server granted, which left `count` there.
     pub(crate) fn grant(&self, id: u64, mode: Mode, task: TaskId, count: i64, proof: Proof) {
         let mut state = self.state.lock();
-        state.holds.push(Held { id, mode, task, forgotten: None, leaving: false });
+        state.holds.push(Held { id, mode, task, guarded: true, forgotten: None, leaving: false });
         state.count = count;
         state.extend(proof);
     }
@@ -210,11 +215,19 @@ impl Lease {
         if let Some(reason) = self.lost() {
             return Some(Err(reason));
         }
-        self.drop_hold(id).then(|| {
-            let state = self.state.lock();
-            // By our record of the holds, not by the server's count: that may hold what a lost reply left.
-            Ok(Leaving { leave: state.base + state.holds.len() as i64, stay: state.longest() })
-        })
+        let mut state = self.state.lock();
+        let at = state.holds.iter().position(|hold| hold.id == id)?;
+        let hold = state.holds.swap_remove(at);
+        // By our record of the holds, not by the server's count: that may hold what a lost reply left.
+        Some(Ok(Leaving { leave: state.base + state.holds.len() as i64, stay: state.longest(), hold }))
+    }
+
+    /// Takes back a hold that no guard stands for and that the server would not release: it can be unlocked again, and is
+    /// not renewed. Tells when its lease ends.
+    pub(crate) fn put_back(&self, hold: Held, entry: EntryRef) -> Instant {
+        let mut state = self.state.lock();
+        state.holds.push(Held { forgotten: Some(entry), leaving: true, ..hold });
+        state.proved_until
     }
 
     /// Takes a hold out of the record. Tells whether it was in.
@@ -254,7 +267,10 @@ impl Lease {
     pub(crate) fn forget(&self, id: u64, entry: EntryRef) {
         let mut state = self.state.lock();
         let spare = match state.holds.iter_mut().find(|hold| hold.id == id) {
-            Some(hold) => hold.forgotten.replace(entry),
+            Some(hold) => {
+                hold.guarded = false;
+                hold.forgotten.replace(entry)
+            }
             None => Some(entry),
         };
         drop(state);
@@ -290,16 +306,15 @@ impl Lease {
         drop(kept);
     }
 
-    /// Takes out the holds that no guard stands for, which keep these entries.
-    pub(crate) fn take_forgotten(&self) -> Vec<EntryRef> {
-        let forgotten: Vec<_> = {
-            let mut state = self.state.lock();
-            let (forgotten, others) =
-                std::mem::take(&mut state.holds).into_iter().partition(|hold| hold.forgotten.is_some());
-            state.holds = others;
-            forgotten
-        };
-        forgotten.into_iter().filter_map(|hold| hold.forgotten).collect()
+    /// Takes the entries that forgotten holds keep. The holds stay: the code that took them may still run.
+    pub(crate) fn take_forgotten(&self) -> Vec<(u64, EntryRef)> {
+        let mut state = self.state.lock();
+        state.holds.iter_mut().filter_map(|hold| Some((hold.id, hold.forgotten.take()?))).collect()
+    }
+
+    /// Whether a guard stands for one of its holds.
+    pub(crate) fn is_guarded(&self) -> bool {
+        self.state.lock().holds.iter().any(|hold| hold.guarded)
     }
 
     /// Takes the newest hold that no guard stands for, so that nobody else can: it belongs to the caller, who releases it.

@@ -1,11 +1,13 @@
 //! Holds that were lost and that no guard stands for, until an unlock asks for them.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use crate::error::LostReason;
 use crate::holds::EntryRef;
+use crate::lease::Lease;
 
 /// How many a client remembers, the latest. Of a task that has ended nobody will ask, and it cannot be seen that it has.
 const REMEMBERED: usize = 1_000;
@@ -21,38 +23,47 @@ pub(crate) type Numbers = Mutex<VecDeque<u64>>;
 
 #[derive(Default)]
 struct Table {
-    losses: BTreeMap<u64, (LostReason, EntryRef)>,
+    losses: BTreeMap<u64, Loss>,
     next: u64,
+}
+
+/// A hold that was lost.
+pub(crate) struct Loss {
+    pub(crate) reason: LostReason,
+    pub(crate) entry: EntryRef,
+    pub(crate) lease: Arc<Lease>,
+    pub(crate) id: u64,
 }
 
 impl Losses {
     /// Remembers one, and forgets the oldest if there are too many.
-    pub(crate) fn add(&self, reason: LostReason, entry: EntryRef) {
-        let kept = entry.clone();
+    pub(crate) fn add(&self, loss: Loss) {
+        let entry = loss.entry.clone();
         let oldest = {
             let table = &mut *self.table.lock();
             let number = table.next;
             table.next += 1;
-            table.losses.insert(number, (reason, kept));
+            table.losses.insert(number, loss);
             let mut numbers = entry.losses.lock();
             numbers.push_back(number);
             if numbers.len() > REMEMBERED {
                 numbers.pop_front();
             }
-            (table.losses.len() > REMEMBERED).then(|| table.losses.pop_first())
+            if table.losses.len() > REMEMBERED { table.losses.pop_first() } else { None }
         };
-        // The last reference to an entry takes another lock.
-        drop((oldest, entry));
+        // Outside the lock: the last reference to an entry takes another one.
+        if let Some((_, oldest)) = oldest {
+            oldest.lease.drop_hold(oldest.id);
+        }
     }
 
     /// Takes the entry's latest.
-    pub(crate) fn take(&self, numbers: &Numbers) -> Option<LostReason> {
+    pub(crate) fn take(&self, numbers: &Numbers) -> Option<Loss> {
         loop {
             let number = numbers.lock().pop_back()?;
             let loss = self.table.lock().losses.remove(&number);
-            if let Some((reason, entry)) = loss {
-                drop(entry);
-                return Some(reason);
+            if loss.is_some() {
+                return loss;
             }
         }
     }

@@ -15,6 +15,7 @@ use crate::holds::EntryRef;
 use crate::lease::{Lease, Mode, Proof};
 use crate::link::Failure;
 use crate::locks::{Ident, Released};
+use crate::losses::Loss;
 use crate::retry::Patience;
 use crate::turn::{Turn, Turns};
 
@@ -46,15 +47,9 @@ impl Hold {
     /// Keeps it without a guard.
     pub(crate) fn forget(mut self) {
         self.settled = true;
-        match self.lease.lost() {
-            None => self.lease.forget(self.id, self.entry.clone()),
-            Some(reason) => {
-                self.lease.drop_hold(self.id);
-                // Nobody will ask for what no scope has the holder of.
-                if !self.entry.ident.fresh {
-                    self.entry.owe(reason);
-                }
-            }
+        self.lease.forget(self.id, self.entry.clone());
+        if let Some(reason) = self.lease.lost() {
+            self.core.holds.lost(&self.lease, reason);
         }
     }
 }
@@ -137,7 +132,11 @@ async fn in_time<T: Send + 'static>(
     let answer = timeout(patience, release).await.ok().flatten();
     // Nothing came of it: the client has ended.
     answer.and_then(Answer::take).unwrap_or_else(|| {
-        Err(Error::Unknown { lock: ident.lock(), step: Step::Release, detail: format!("no answer in {patience:?}") })
+        let detail = match turns.refusal.lock().take() {
+            Some(message) => format!("not done in {patience:?}: the server refused it for now: {message}"),
+            None => format!("no answer in {patience:?}"),
+        };
+        Err(Error::Unknown { lock: ident.lock(), step: Step::Release, detail })
     })
 }
 
@@ -196,7 +195,13 @@ async fn release(
         Err(Failure::Server(message)) if message.starts_with("WRONGTYPE") => return Err(gone(LostReason::Gone)),
         Err(failure @ Failure::Unknown(_)) => return Err(ident.unknown(failure, Step::Release)),
         Err(failure) => {
-            if last && !ident.holder.is_private() {
+            if !leaving.hold.guarded {
+                let ends = lease.put_back(leaving.hold, entry.clone());
+                if last {
+                    core.holds.insert(&lease);
+                }
+                core.holds.schedule(&lease, ends);
+            } else if last && !ident.holder.is_private() {
                 core.holds.schedule(&lease, lease.keep(entry.clone()));
             }
             return Err(ident.refused(failure));
@@ -216,6 +221,16 @@ fn lost(core: &Arc<Core>, entry: &EntryRef, lease: &Arc<Lease>, id: u64, reason:
     Error::Lost { lock: entry.ident.lock(), reason }
 }
 
+/// What an unlock has to tell that found nothing to give back: a forgotten hold that was lost is told of once, a guard's
+/// for as long as the guard is there.
+pub(crate) fn claim_loss(core: &Arc<Core>, entry: &EntryRef) -> Option<Error> {
+    if let Some(Loss { reason, entry, lease, id }) = core.holds.losses.take(&entry.losses) {
+        return Some(lost(core, &entry, &lease, id, reason));
+    }
+    let reason = entry.latest().filter(|lease| lease.is_guarded())?.lost()?;
+    Some(Error::Lost { lock: entry.ident.lock(), reason })
+}
+
 struct Told {
     released: Released,
     /// Whether an earlier sending of the same may have run.
@@ -232,6 +247,7 @@ async fn told_to_leave(
     moot: Instant,
 ) -> Result<Told, Failure> {
     let mut repeated = false;
+    *entry.turns.refusal.lock() = None;
     let grace = core.config.retry_timeout;
     let mut patience = Patience::new(moot.saturating_duration_since(Instant::now()) + grace);
     loop {
@@ -242,6 +258,9 @@ async fn told_to_leave(
             Err(failure) => failure,
         };
         repeated |= matches!(failure, Failure::Unknown(_));
+        if let Failure::Server(message) = &failure {
+            *entry.turns.refusal.lock() = Some(message.clone());
+        }
         if !failure.is_passing() || !patience.pause().await {
             return Err(match failure {
                 Failure::NotSent(detail) if repeated => Failure::Unknown(detail),

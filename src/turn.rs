@@ -18,6 +18,8 @@ const STANDS_STILL: Duration = Duration::from_millis(100);
 pub(crate) struct Turns {
     line: Arc<tokio::sync::Mutex<()>>,
     in_hand: Arc<InHand>,
+    /// What the server last said to the release whose turn it is, if it refused it.
+    pub(crate) refusal: Mutex<Option<String>>,
 }
 
 /// Whoever has it is the only one that asks the server.
@@ -25,7 +27,7 @@ pub(crate) type Turn = OwnedMutexGuard<()>;
 
 impl Turns {
     pub(crate) fn new(in_hand: &Arc<InHand>) -> Arc<Self> {
-        Arc::new(Self { line: Arc::default(), in_hand: Arc::clone(in_hand) })
+        Arc::new(Self { line: Arc::default(), in_hand: Arc::clone(in_hand), refusal: Mutex::default() })
     }
 
     /// Stands in line from the first poll on.

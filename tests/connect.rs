@@ -120,3 +120,19 @@ async fn connecting_takes_no_longer_than_its_timeout() {
     assert_eq!(proxy.applied(), 1);
     assert!(began.elapsed() < Duration::from_secs(5), "{:?} instead of 500 ms: {told:?}", began.elapsed());
 }
+
+/// A server that stops, or a balancer that hangs up. No such time has passed.
+#[tokio::test]
+async fn a_connection_that_is_closed_while_connecting_is_no_timeout() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    proxy.next_reply_to(&["CLIENT", "INFO"], Fate::Close);
+    let begun = Instant::now();
+    let error = LockClient::connect(&proxy.url()).await.unwrap_err();
+    let took = begun.elapsed();
+    let told = match error {
+        Error::Timeout { after, .. } => after,
+        _ => Duration::ZERO,
+    };
+    assert!(told < took + Duration::from_secs(1), "after {took:?}: {error}");
+}

@@ -175,3 +175,19 @@ async fn one_unlock_frees_after_a_refused(release: Release) {
     wait_until_async("no guard is left, and nothing on the server", ms(1_000), || ready(!exists(&mut redis, &name)))
         .await;
 }
+
+/// The server has answered each time: who reads the error is not to look for a fault of the network.
+#[tokio::test]
+async fn an_unlock_that_is_refused_for_long_is_not_told_as_unanswered() {
+    let server = Server::start();
+    let builder = LockClient::builder().command_timeout(Duration::from_millis(500));
+    let client = builder.retry_timeout(Duration::from_millis(500)).connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let mut redis = server.connection();
+    let guard = lock.lock().await.unwrap();
+    redis::cmd("CONFIG").arg(&["SET", "min-replicas-to-write", "1"]).query::<()>(&mut redis).unwrap();
+    let acquire = client.lock(unique("other")).lock().await.unwrap_err().to_string();
+    let unlock = guard.unlock().await.unwrap_err().to_string();
+    assert!(acquire.contains("NOREPLICAS"), "{acquire}");
+    assert!(unlock.contains("NOREPLICAS"), "the acquire says: {acquire}; the unlock: {unlock}");
+}

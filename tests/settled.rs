@@ -215,6 +215,24 @@ fn a_client_whose_runtime_has_ended_answers_with_errors_and_does_not_hang() {
     });
 }
 
+/// As a static client in tests, each of which has a runtime of its own. Each branch waits for the other's turn.
+#[test]
+fn two_branches_of_one_holder_of_a_client_whose_runtime_has_ended_do_not_hang() {
+    let server = Server::start();
+    let (a, b) = (tokio::runtime::Runtime::new().unwrap(), tokio::runtime::Runtime::new().unwrap());
+    let builder = LockClient::builder().retry_timeout(ms(500)).command_timeout(ms(300));
+    let client = a.block_on(builder.connect(&server.url())).unwrap();
+    drop(a);
+    b.block_on(Holder::scope(async {
+        let lock = client.lock(unique("stock"));
+        // One alone is answered within a second.
+        assert!(timeout(ms(10_000), lock.try_lock()).await.expect("one hangs").is_err());
+        let two = timeout(ms(15_000), async { tokio::join!(lock.try_lock(), lock.try_lock()) }).await;
+        let (one, other) = two.expect("two hang");
+        assert!(one.is_err() && other.is_err());
+    }));
+}
+
 /// "The new one begins by having the server close the old one, so that no late copy of a call is run after its repeat."
 /// The answer to CLIENT INFO came a little too late when the connection was made, on a slow network.
 #[tokio::test(flavor = "multi_thread")]

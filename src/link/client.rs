@@ -11,6 +11,7 @@ use futures::FutureExt;
 use parking_lot::RwLock;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
+use tokio::time::Instant;
 
 use super::frames::read;
 use super::keeper::{Identity, identify, keep};
@@ -59,10 +60,17 @@ impl Link {
         let line = Line::open(&settings, Reconnect::Never).await?;
         // Without its name nothing that was sent on it could be ruled out: one of a server that is too busy to tell it is
         // given up for another at once.
+        let asked = Instant::now();
         let (identity, nameless) = match identify(&line, &settings).await {
             Ok(identity) => (identity, false),
             Err(Failure::Server(_)) => (None, true),
-            Err(_) => return Err(Error::Timeout { step: Step::Connect, after: settings.connect_timeout() }),
+            Err(_) if asked.elapsed() >= settings.connect_timeout() => {
+                return Err(Error::Timeout { step: Step::Connect, after: settings.connect_timeout() });
+            }
+            Err(_) => {
+                let detail = format!("{}: it was lost while connecting (try again)", settings.address());
+                return Err(Error::Connection { detail });
+            }
         };
         refuse_cluster(&line).await?;
         for script in scripts {

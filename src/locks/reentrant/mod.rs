@@ -114,7 +114,8 @@ impl ReentrantLock {
     /// * [`Error::NotHeld`]: there is no current holder, or it has no hold that could be given back here.
     /// * [`Error::Lost`]: the hold was lost before. Of forgotten holds that were lost a client remembers the latest thousand.
     /// * [`Error::Unknown`], [`Error::Connection`], [`Error::Server`], [`Error::Closed`]: as for
-    ///   [`LockGuard::unlock`](crate::LockGuard::unlock).
+    ///   [`LockGuard::unlock`](crate::LockGuard::unlock). After `Server` the hold is still there, and can be unlocked again; it
+    ///   is not renewed any more.
     ///
     /// # Cancel safety
     /// Once begun it is finished in the background.
@@ -130,10 +131,7 @@ impl ReentrantLock {
         let ident = self.core.ident(&keys, holder);
         let entry = self.core.entry(&ident, &Reentrant);
         match self.unlock_one(&ident, &entry).await {
-            Err(not_held @ Error::NotHeld { .. }) => Err(match entry.claim_loss() {
-                Some(reason) => Error::Lost { lock: ident.lock(), reason },
-                None => not_held,
-            }),
+            Err(not_held @ Error::NotHeld { .. }) => Err(release::claim_loss(&self.core, &entry).unwrap_or(not_held)),
             outcome => outcome,
         }
     }
