@@ -14,7 +14,7 @@ demo: ## Run the flash-sale example (options: make demo ARGS="--help")
 test: ## Run all tests: unit, integration, examples and documentation (only some: make test ARGS=name)
 	bash .ci/with-redis cargo test $(ARGS)
 
-chaos: ## Run random faults against several processes, and judge (CHAOS_SECONDS=60 CHAOS_SEED=any)
+chaos: ## Run random faults against several processes, and judge (CHAOS_SECONDS=6..86400 CHAOS_SEED=any)
 	CHAOS_SECONDS=$${CHAOS_SECONDS:-60} bash .ci/with-redis cargo test --test chaos -- --exact random_faults_break_no_promise --nocapture
 
 interop: ## Run the scenarios side by side with every Redisson version (needs a JDK and Maven)

@@ -1,7 +1,7 @@
 //! Random faults against several processes, and a judge of what they did.
 //!
-//! `make chaos CHAOS_SECONDS=600 CHAOS_SEED=7` runs for longer, or with that seed: the same seed makes the same faults at
-//! the same times. The rules are told in `chaos/judge.rs`.
+//! `make chaos CHAOS_SECONDS=600 CHAOS_SEED=7` runs for longer, or with that seed: the same seed and seconds make the
+//! same faults at the same times. The rules are told in `chaos/judge.rs`.
 
 #[path = "chaos/actor.rs"]
 mod actor;
@@ -41,6 +41,7 @@ mod words;
 #[path = "chaos/worker.rs"]
 mod worker;
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use judge::Rule;
@@ -51,17 +52,20 @@ use server_faults::with_users;
 use support::process;
 use support::server::Server;
 
+/// For how long a run may last: the last five seconds have no faults.
+const SECONDS: RangeInclusive<u64> = 6..=86_400;
+
 /// Fewer grants in a second than this are not a run.
 const MIN_RATE: u64 = 5;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn random_faults_break_no_promise() {
-    let given = |name: &str| {
+    let given = |name: &str, allowed: RangeInclusive<u64>| {
         let value = std::env::var(name).ok().filter(|value| !value.is_empty());
-        value.map(|value| value.parse::<u64>().unwrap_or_else(|_| panic!("{name} is a number")))
+        value.map(|value| setting(name, &value, allowed).unwrap_or_else(|wrong| panic!("{wrong}")))
     };
-    let seconds = given("CHAOS_SECONDS").unwrap_or(10).max(6);
-    let seed = given("CHAOS_SEED").unwrap_or_else(|| rand::random_range(0..1_000_000));
+    let seconds = given("CHAOS_SECONDS", SECONDS).unwrap_or(10);
+    let seed = given("CHAOS_SEED", 0..=u64::MAX).unwrap_or_else(|| rand::random_range(0..1_000_000));
     println!("seed {seed}, {seconds} s");
     // A short run has no time for all that the killed leave behind.
     let (workers, long_lease) = if seconds < 30 { (4, 6) } else { (6, 20) };
@@ -117,6 +121,23 @@ async fn a_run_that_breaks_off_leaves_its_history() {
         assert!(std::fs::metadata(file).unwrap().len() > 0);
         std::fs::remove_file(file).unwrap();
     }
+}
+
+#[test]
+fn a_setting_that_is_none_is_refused_with_what_is_allowed() {
+    let seconds = |text| setting("CHAOS_SECONDS", text, SECONDS);
+    assert_eq!(["6", "600", "86400"].map(seconds), [Ok(6), Ok(600), Ok(86_400)]);
+    for text in ["abc", "", "0", "5", "-7", "7.5", "86401", "18446744073709551", "18446744073709551616"] {
+        let refused = format!("CHAOS_SECONDS must be a whole number from 6 to 86400, not {text:?}");
+        assert_eq!(seconds(text), Err(refused));
+    }
+}
+
+/// What an environment variable says, or what it should.
+fn setting(name: &str, text: &str, allowed: RangeInclusive<u64>) -> Result<u64, String> {
+    let (from, to) = (allowed.start(), allowed.end());
+    let number = text.parse().ok().filter(|number| allowed.contains(number));
+    number.ok_or_else(|| format!("{name} must be a whole number from {from} to {to}, not {text:?}"))
 }
 
 /// The rules that the judge finds broken in a short run in which nothing happens but this, again and again.

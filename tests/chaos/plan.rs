@@ -1,4 +1,4 @@
-//! The schedule of a run's faults, which a seed determines.
+//! The schedule of a run's faults, which the seed and the seconds determine.
 //!
 //! None of them may break exclusion. A server that stands still, or is down and comes back with its data, lets
 //! leases run out as if it had been there, and holders are told by their own clocks. What a client sent on a connection

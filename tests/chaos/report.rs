@@ -50,7 +50,9 @@ impl Figures {
         for (name, value) in &self.rows {
             println!("{name:<34} {value:>16}");
         }
-        println!("seed {seed} reproduces the fault schedule: make chaos CHAOS_SECONDS={seconds} CHAOS_SEED={seed}");
+        println!(
+            "the same seed and seconds reproduce the fault schedule: make chaos CHAOS_SECONDS={seconds} CHAOS_SEED={seed}"
+        );
     }
 }
 
