@@ -330,10 +330,14 @@ impl Actor {
                 self.recorder.record(at, attempt, Event::Gave { outcome: "ok".into() });
             }
             Some(Err(error)) if began => {
-                if let Error::Lost { reason, .. } = &error {
-                    self.recorder.record(at, attempt, Event::Lost { reason: format!("{reason:?}") });
-                }
-                asked.answer(Event::Unknown { why: error.to_string() });
+                let why = error.to_string();
+                asked.answer(match error {
+                    Error::Lost { reason, .. } => {
+                        self.recorder.record(at, attempt, Event::Lost { reason: format!("{reason:?}") });
+                        Event::TakenBack { why }
+                    }
+                    _ => Event::Unknown { why },
+                });
             }
             Some(Err(error)) => asked.answer(refused(&error)),
         }

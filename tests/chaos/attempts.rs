@@ -223,7 +223,7 @@ impl Attempt {
                 self.ended = Some((at, true));
                 self.contended = why == "contended";
             }
-            Event::Unknown { .. } | Event::Cancelled => self.ended = Some((at, false)),
+            Event::Unknown { .. } | Event::TakenBack { .. } | Event::Cancelled => self.ended = Some((at, false)),
             Event::Sure { remaining } => self.say(at, *remaining),
             Event::Lost { reason } => {
                 // It is told once, but a `run` has several who hear.

@@ -80,7 +80,7 @@ pub fn refused(error: &Error) -> Event {
         Error::Contended { .. } => Event::Failed { why: "contended".into() },
         Error::Unknown { .. } => Event::Unknown { why: error.to_string() },
         // The grant came too late, and is being taken back.
-        Error::Lost { .. } => Event::Unknown { why: error.to_string() },
+        Error::Lost { .. } => Event::TakenBack { why: error.to_string() },
         error => Event::Failed { why: error.to_string() },
     }
 }

@@ -44,6 +44,8 @@ pub enum Event {
     Failed { why: String },
     /// The acquire has ended; it may have left something, which the background gives back.
     Unknown { why: String },
+    /// What was granted, or what a `run` had, was lost before its end; the background gives back what is there of it.
+    TakenBack { why: String },
     /// The caller went away.
     Cancelled,
     /// The lock is not lost, and will not be for that much longer.
@@ -166,6 +168,7 @@ impl Line {
             Event::Granted { remaining } => ("granted", json!({ "remaining": remaining })),
             Event::Failed { why } => ("failed", json!({ "why": why })),
             Event::Unknown { why } => ("unknown", json!({ "why": why })),
+            Event::TakenBack { why } => ("taken back", json!({ "why": why })),
             Event::Cancelled => ("cancelled", json!({})),
             Event::Sure { remaining } => ("sure", json!({ "remaining": remaining })),
             Event::Lost { reason } => ("lost", json!({ "why": reason })),
@@ -202,6 +205,7 @@ impl Line {
             "granted" => Event::Granted { remaining: number("remaining")? },
             "failed" => Event::Failed { why: word("why")? },
             "unknown" => Event::Unknown { why: word("why")? },
+            "taken back" => Event::TakenBack { why: word("why")? },
             "cancelled" => Event::Cancelled,
             "sure" => Event::Sure { remaining: number("remaining")? },
             "lost" => Event::Lost { reason: word("why")? },
@@ -273,6 +277,7 @@ fn what_is_written_is_read_again() {
         Event::Granted { remaining: 4 },
         Event::Failed { why: "contended".into() },
         Event::Unknown { why: "no \"answer\"".into() },
+        Event::TakenBack { why: "expired".into() },
         Event::Cancelled,
         Event::Sure { remaining: 3 },
         Event::Lost { reason: "expired".into() },

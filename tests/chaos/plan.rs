@@ -118,8 +118,8 @@ pub fn plan(seed: u64, seconds: u64, slots: usize) -> Vec<Planned> {
             return planned;
         }
         let (kind, longest) = any(&mut random);
-        // Most are over before a lease is.
-        let longest = if random.random_bool(0.7) { longest / 4 } else { longest };
+        // Half of them are over before a lease is; of the others many outlast the patience of a call.
+        let longest = if random.random_bool(0.5) { longest / 4 } else { longest };
         let over = (at / (STORM + CALM) * (STORM + CALM) + STORM).min(last);
         let lasts = random.random_range(longest / 20..=longest).min(over - at);
         planned.push(Planned { at, lasts, kind, slot: random.random_range(0..slots) });

@@ -10,8 +10,39 @@ use super::run::Verdict;
 
 /// A run's figures.
 pub struct Figures {
-    pub grants: usize,
+    pub shown: Shown,
     rows: Vec<(String, String)>,
+}
+
+/// How often there was what the rules are about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shown {
+    pub grants: usize,
+    /// Outcomes that were told to be unknown.
+    pub unknown: usize,
+    /// Guarded sections that were sure of their lock.
+    pub sections: usize,
+    /// Looks at the server.
+    pub looks: usize,
+}
+
+impl Shown {
+    /// How often it has to be in a minute, or the run has shown nothing.
+    const A_MINUTE: Self = Self { grants: 300, unknown: 6, sections: 60, looks: 600 };
+
+    /// What there was too little of in that many seconds. Of what faults bring, a short run may see none.
+    pub fn too_few(self, seconds: u64) -> Vec<String> {
+        let Self { grants, unknown, sections, looks } = Self::A_MINUTE;
+        let rows = [
+            ("grants", self.grants, grants, true),
+            ("unknown outcomes", self.unknown, unknown, seconds >= 60),
+            ("guarded sections", self.sections, sections, true),
+            ("looks at the server", self.looks, looks, true),
+        ];
+        let few = rows.into_iter().filter(|(_, is, minute, asked)| *asked && (is * 60) < minute * seconds as usize);
+        few.map(|(name, is, minute, _)| format!("only {is} {name} in {seconds} s, and {minute} a minute are demanded"))
+            .collect()
+    }
 }
 
 impl Figures {
@@ -33,16 +64,21 @@ impl Figures {
         let forced = count(|event| matches!(event, Event::Forced { outcome } if outcome == "freed"));
         row("locks freed by force", forced.to_string());
         row("losses told", story.attempts.iter().filter(|attempt| attempt.lost.is_some()).count().to_string());
-        let unknown = count(|event| matches!(event, Event::Unknown { .. }));
+        let acquires = count(|event| matches!(event, Event::Unknown { .. }));
         let unlocks = count(|event| matches!(event, Event::Gave { outcome } if outcome == "unknown"));
-        row("unknown outcomes", format!("{} ({unlocks} of unlocks)", unknown + unlocks));
-        row("guarded sections", count(|event| matches!(event, Event::SectionEnded { proven: true, .. })).to_string());
-        row("looks at the server", history.samples.len().to_string());
+        let forces = count(|event| matches!(event, Event::Forced { outcome } if outcome == "unknown"));
+        let unknown = acquires + unlocks + forces;
+        row("unknown outcomes", unknown.to_string());
+        row("of acquires, unlocks, by force", format!("{acquires}, {unlocks}, {forces}"));
+        let sections = count(|event| matches!(event, Event::SectionEnded { proven: true, .. }));
+        let looks = history.samples.len();
+        row("guarded sections", sections.to_string());
+        row("looks at the server", looks.to_string());
         for (kind, number) in kinds(history) {
             row(&kind, number.to_string());
         }
         row("violations", violations.len().to_string());
-        Self { grants, rows }
+        Self { shown: Shown { grants, unknown, sections, looks }, rows }
     }
 
     pub fn print(&self, seed: u64, seconds: u64) {
@@ -103,4 +139,22 @@ pub fn keep(seed: u64, verdict: &Verdict) -> Left {
     let violations = history.with_extension("violations");
     fs::write(&violations, list).expect("the violations");
     Left { history, violations }
+}
+
+#[test]
+fn a_run_that_shows_too_little_is_told_from_one_that_shows_enough() {
+    let enough = Shown { grants: 50, unknown: 0, sections: 10, looks: 100 };
+    assert!(enough.too_few(10).is_empty());
+    let enough = Shown { grants: 300, unknown: 6, sections: 60, looks: 600 };
+    assert!(enough.too_few(60).is_empty());
+    let few = [
+        (Shown { grants: 299, ..enough }, "only 299 grants in 60 s, and 300 a minute are demanded"),
+        (Shown { unknown: 5, ..enough }, "only 5 unknown outcomes in 60 s, and 6 a minute are demanded"),
+        (Shown { sections: 0, ..enough }, "only 0 guarded sections in 60 s, and 60 a minute are demanded"),
+        (Shown { looks: 0, ..enough }, "only 0 looks at the server in 60 s, and 600 a minute are demanded"),
+    ];
+    for (shown, why) in few {
+        assert_eq!(shown.too_few(60), [why]);
+    }
+    assert_eq!(enough.too_few(61).len(), 4);
 }

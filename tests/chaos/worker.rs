@@ -17,6 +17,9 @@ use super::support::process::setting;
 /// The lease that is renewed. Short, so that some are lost.
 pub const WATCHDOG: Duration = Duration::from_millis(1_500);
 
+/// Short beside the longer faults, so that many outcomes are unknown.
+const RETRY_TIMEOUT: Duration = Duration::from_millis(1_000);
+
 /// Locks that all workers fight for. The one after them is for those that only messages wake.
 pub const BUSY_LOCKS: usize = 6;
 
@@ -52,7 +55,7 @@ pub async fn work() {
         let connecting = LockClient::builder()
             .watchdog_timeout(WATCHDOG)
             .recheck_interval(recheck)
-            .retry_timeout(Duration::from_secs(3))
+            .retry_timeout(RETRY_TIMEOUT)
             .connect_timeout(Duration::from_secs(1))
             .connect(&url);
         match connecting.await {
