@@ -44,7 +44,8 @@ mod worker;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-use judge::Rule;
+use history::History;
+use judge::{Rule, Violation, judge};
 use plan::{Kind, Planned, plan};
 use report::Figures;
 use run::Run;
@@ -146,6 +147,11 @@ async fn found_after(kind: Kind, every: u64, lasts: u64, seconds: u64) -> Vec<Ru
     let server = with_users(Server::builder(), 4).start();
     let run = Run { seed: 1, seconds, workers: 4, tasks: 3, long_lease, planned, server };
     let verdict = run.run().await;
+    let left = report::keep(1, &verdict);
+    let again = judge(&History::reread(&left.history).unwrap());
+    let told = |violations: &[Violation]| violations.iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert_eq!(told(&again), told(&verdict.violations), "{} says something else", left.history.display());
+    [left.history, left.violations].iter().for_each(|file| std::fs::remove_file(file).unwrap());
     let mut rules: Vec<_> = verdict.violations.iter().map(|violation| violation.rule).collect();
     rules.sort_unstable();
     println!("{kind:?}: {:?}", rules.chunk_by(|a, b| a == b).map(|same| (same[0], same.len())).collect::<Vec<_>>());

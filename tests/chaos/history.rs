@@ -112,7 +112,7 @@ pub struct Key {
 }
 
 /// All of it.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct History {
     pub lines: Vec<Line>,
     pub faults: Vec<Fault>,
@@ -244,14 +244,14 @@ impl History {
         self
     }
 
-    /// Writes everything into one file, for people.
+    /// Writes everything into one file.
     pub fn write(&self, path: &Path) -> io::Result<()> {
         let mut all: Vec<(Nanos, Value)> = self.lines.iter().map(|line| (line.at, line.to_json())).collect();
         all.extend(self.faults.iter().map(|fault| {
             let Fault { from, to, kind, slot, met } = fault;
             (*from, json!({ "at": from, "to": to, "event": "fault", "kind": kind, "slot": slot, "met": met }))
         }));
-        all.extend(self.samples.iter().filter(|sample| !sample.held.is_empty()).map(|sample| {
+        all.extend(self.samples.iter().map(|sample| {
             let held = sample.held.iter().map(|key| json!([key.lock, key.owner, key.count, key.pttl]));
             let held: Vec<_> = held.collect();
             (sample.from, json!({ "at": sample.from, "to": sample.to, "event": "server", "held": held }))
@@ -260,12 +260,53 @@ impl History {
             self.killed.iter().map(|(process, at)| (*at, json!({ "at": at, "event": "killed", "process": process }))),
         );
         all.sort_by_key(|(at, _)| *at);
+        all.extend(self.left.iter().map(|left| (Nanos::MAX, json!({ "event": "left", "why": left }))));
         let mut file = io::BufWriter::new(File::create_new(path)?);
         for (_, value) in all {
             writeln!(file, "{value}")?;
         }
         file.flush()
     }
+
+    /// Reads what [`write`](Self::write) has written.
+    pub fn reread(path: &Path) -> io::Result<Self> {
+        let mut history = Self::default();
+        for line in BufReader::new(File::open(path)?).lines() {
+            let (line, wrong) = (line?, || io::Error::from(io::ErrorKind::InvalidData));
+            let value: Value = serde_json::from_str(&line)?;
+            match value["event"].as_str() {
+                Some("fault") => history.faults.push(fault(&value).ok_or_else(wrong)?),
+                Some("server") => history.samples.push(sample(&value).ok_or_else(wrong)?),
+                Some("killed") => history.killed.push(killed(&value).ok_or_else(wrong)?),
+                Some("left") => history.left.push(value["why"].as_str().ok_or_else(wrong)?.to_owned()),
+                _ => history.lines.push(Line::from_json(&line).ok_or_else(wrong)?),
+            }
+        }
+        Ok(history)
+    }
+}
+
+fn fault(value: &Value) -> Option<Fault> {
+    Some(Fault {
+        from: value["at"].as_u64()?,
+        to: value["to"].as_u64()?,
+        kind: value["kind"].as_str()?.to_owned(),
+        slot: value["slot"].as_u64(),
+        met: value["met"].as_bool()?,
+    })
+}
+
+fn sample(value: &Value) -> Option<Sample> {
+    let key = |key: &Value| {
+        let (lock, owner) = (key[0].as_u64()? as usize, key[1].as_str()?.to_owned());
+        Some(Key { lock, owner, count: key[2].as_u64()?, pttl: key[3].as_i64()? })
+    };
+    let held = value["held"].as_array()?.iter().map(key).collect::<Option<_>>()?;
+    Some(Sample { from: value["at"].as_u64()?, to: value["to"].as_u64()?, held })
+}
+
+fn killed(value: &Value) -> Option<(u64, Nanos)> {
+    Some((value["process"].as_u64()?, value["at"].as_u64()?))
 }
 
 #[test]
@@ -304,4 +345,23 @@ fn what_is_written_is_read_again() {
     let read: Vec<_> = history.lines.iter().map(|line| line.event.clone()).collect();
     assert_eq!(read, events);
     assert!(history.lines.iter().all(|line| line.process == 102 && line.attempt == attempt));
+}
+
+#[test]
+fn a_history_that_is_left_is_whole() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("history");
+    let key = Key { lock: 2, owner: "a:1".into(), count: 3, pttl: -1 };
+    let history = History {
+        lines: vec![Line { at: 5, process: 102, attempt: 1, event: Event::Granted { remaining: 4 } }],
+        faults: vec![
+            Fault { from: 1, to: 2, kind: NO_PUBLISH.into(), slot: Some(2), met: true },
+            Fault { from: 3, to: 4, kind: "CLIENT PAUSE".into(), slot: None, met: false },
+        ],
+        samples: vec![Sample { from: 6, to: 7, held: Vec::new() }, Sample { from: 8, to: 9, held: vec![key] }],
+        killed: vec![(102, 10)],
+        left: vec!["a \"key\"".into()],
+    };
+    history.write(&path).unwrap();
+    assert_eq!(History::reread(&path).unwrap(), history);
 }
