@@ -77,8 +77,9 @@ impl Actor {
     fn want(&mut self) -> Want {
         let random = &mut self.random;
         let lease = match random.random_range(0..20) {
-            0..10 => None,
-            10..16 => Some(Duration::from_millis(random.random_range(150..1_500))),
+            0..8 => None,
+            8..12 => Some(Duration::from_millis(random.random_range(150..1_500))),
+            // What is left of these is there for long enough to be seen.
             _ => Some(self.long_lease),
         };
         let wait = match random.random_range(0..10) {

@@ -6,7 +6,7 @@ use super::forced::Force;
 use super::history::{Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, slot_of};
 
 /// For how long a process must have had no fault until all that was unclear is settled in its background.
-pub const SETTLED: Nanos = 2_000 * MS;
+pub const SETTLED: Nanos = 1_000 * MS;
 
 /// One attempt to hold a lock, and what became of it.
 #[derive(Debug, Clone, Default)]
