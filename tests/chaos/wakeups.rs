@@ -20,8 +20,9 @@ pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
     let end = story.history.samples.last().map_or(0, |sample| sample.to);
     for lock in 0..locks(story) {
         let of_lock: Vec<&Attempt> = story.attempts.iter().filter(|attempt| attempt.lock == lock).collect();
-        for Free { from, to, after } in free(story, lock) {
-            let in_silence = silent(story, lock, from, after);
+        for time in free(story, lock) {
+            let in_silence = silent(story, lock, &time);
+            let Free { from, to, .. } = time;
             for waiter in &of_lock {
                 let pending_to = waiter.answered().or(story.killed(waiter.process)).unwrap_or(end);
                 let (mut from, to) = (from.max(waiter.invoked), to.min(pending_to));
@@ -54,16 +55,32 @@ pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
 }
 
 /// Whether whoever freed the lock then may not have been able to tell.
-fn silent(story: &Story, lock: usize, from: Nanos, after: Option<&str>) -> bool {
+fn silent(story: &Story, lock: usize, &Free { seen, from, after, .. }: &Free) -> bool {
     let mute = |fault: &&Fault| fault.met && [NO_PUBLISH, NO_CHANNEL].contains(&&*fault.kind);
-    let then = |fault: &&Fault| fault.from <= from && fault.to + GAP >= from;
+    let then = |fault: &&Fault| fault.from <= from + GAP && fault.to + GAP >= from;
     let by_slot = |slot| {
-        let own = |attempt: &&Attempt| attempt.lock == lock && Some(&*attempt.owner) == after;
+        // Who came and went between two looks was woken by the one before, as was whoever waits.
+        let passed = |attempt: &Attempt| {
+            let (begin, end) = giving_back(story, attempt);
+            begin <= from + GAP && end >= seen
+        };
+        let own = |attempt: &&Attempt| attempt.lock == lock && (Some(&*attempt.owner) == after || passed(attempt));
         let forced = |force: &&Force| force.lock == lock && force.from <= from && force.to.saturating_add(GAP) >= from;
         story.attempts.iter().filter(own).any(|attempt| slot_of(attempt.process) == slot)
             || story.forces.iter().filter(forced).any(|force| slot_of(force.process) == slot)
     };
     story.history.faults.iter().filter(mute).filter(then).any(|fault| fault.slot.is_some_and(by_slot))
+}
+
+/// From when until when an attempt may have given the lock back.
+fn giving_back(story: &Story, attempt: &Attempt) -> (Nanos, Nanos) {
+    let ended = attempt.ended.map(|(at, _)| at);
+    let begin = match attempt.granted {
+        Some(_) => attempt.giving.or(ended).unwrap_or(Nanos::MAX),
+        None if attempt.ended.is_some_and(|(_, certain)| !certain) => attempt.invoked,
+        None => Nanos::MAX,
+    };
+    (begin, story.may_hold_until(attempt))
 }
 
 /// From when until when those who wait in a process may have no subscription.
@@ -74,6 +91,8 @@ fn deaf(story: &Story, process: u64) -> impl Iterator<Item = (Nanos, Nanos)> {
 
 /// A time in which a lock was free whenever the server was asked.
 struct Free<'s> {
+    /// When it was last seen to be held, or that nobody looked.
+    seen: Nanos,
     from: Nanos,
     to: Nanos,
     /// Who had it before.
@@ -83,7 +102,7 @@ struct Free<'s> {
 fn free<'s>(story: &'s Story, lock: usize) -> Vec<Free<'s>> {
     let mut times = Vec::new();
     let mut since: Option<Free> = None;
-    let mut owner = None;
+    let (mut owner, mut seen) = (None, 0);
     for sample in &story.history.samples {
         let held = sample.held.iter().find(|key| key.lock == lock);
         // A server that takes its time to answer may have been held meanwhile.
@@ -93,8 +112,12 @@ fn free<'s>(story: &'s Story, lock: usize) -> Vec<Free<'s>> {
         }
         match held {
             Some(key) => owner = Some(&*key.owner),
-            None => since.get_or_insert(Free { from: sample.to, to: sample.from, after: owner }).to = sample.from,
+            None => {
+                let free = since.get_or_insert(Free { seen, from: sample.to, to: sample.from, after: owner });
+                free.to = sample.from;
+            }
         }
+        seen = sample.from;
     }
     times.extend(since);
     times.retain(|free| free.to.saturating_sub(free.from) >= WAKE);
