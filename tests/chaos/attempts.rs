@@ -116,14 +116,17 @@ impl<'a> Story<'a> {
                     // Until its end is known.
                     let to = story.killed(*process).map_or(Nanos::MAX, |killed| story.settled(*process, killed));
                     let (process, attempt) = (*process, *attempt);
-                    story.forces.push(Force { process, attempt, lock: *lock, from: *at, to, freed: true });
+                    let force = Force { process, attempt, lock: *lock, from: *at, to, freed: true, told: None };
+                    story.forces.push(force);
                 }
                 Event::Forced { outcome } => {
                     let unknown = outcome == "unknown";
                     let to = if unknown { story.settled(*process, *at) } else { *at };
                     let mut forces = story.forces.iter_mut();
                     if let Some(force) = forces.rfind(|force| (force.process, force.attempt) == (*process, *attempt)) {
-                        (force.to, force.freed) = (to, unknown || outcome == "freed");
+                        let freed = outcome == "freed";
+                        (force.to, force.freed) = (to, unknown || freed);
+                        force.told = (freed || outcome == "free").then_some(freed);
                     }
                 }
                 _ => {}

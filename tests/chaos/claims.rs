@@ -1,12 +1,15 @@
 //! What holders may rely on: that nobody else has the lock, that the server has it for them, that they hear of its loss.
 
 use super::attempts::{Attempt, Story};
-use super::forced::{excuses, in_the_dark};
-use super::history::{Fault, MS, Nanos};
+use super::forced::{Excuse, excuses, in_the_dark};
+use super::history::{Fault, Key, MS, Nanos};
 use super::judge::{Rule, TOLD, Violation, locks, name};
 
 /// What an expiry may be off, in milliseconds: the server tells whole ones.
 const ROUNDED: Nanos = 2;
+
+/// How long a time between two looks at the server may be for a renewal to be seen by them.
+const UNSEEN: Nanos = 300 * MS;
 
 /// Whether nobody else was sure while somebody was.
 pub fn exclusion(story: &Story, found: &mut Vec<Violation>) {
@@ -65,32 +68,65 @@ pub fn server(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
-/// Whether holders heard of their losses.
+/// Whether holders heard of their losses: by the time of a rival's grant, and by the end of their leases.
 pub fn told(story: &Story, found: &mut Vec<Violation>) {
     for lock in 0..locks(story) {
         let mut grants: Vec<&Attempt> =
-            story.attempts.iter().filter(|attempt| attempt.lock == lock && attempt.sure().is_some()).collect();
+            story.attempts.iter().filter(|attempt| attempt.lock == lock && attempt.granted.is_some()).collect();
         grants.sort_by_key(|attempt| attempt.granted);
         for (at, holder) in grants.iter().enumerate() {
-            let Some(granted) = holder.granted else { continue };
-            let gone = holder.giving.or(holder.ended.map(|(at, _)| at)).or(story.killed(holder.process));
-            let Some(rival) = grants[at..].iter().find(|rival| rival.owner != holder.owner) else { continue };
-            let Some(by) = rival.granted.map(|rival| rival + TOLD) else { continue };
-            let stood = |fault: &&Fault| fault.kind.starts_with("worker") && fault.from < by && fault.to > granted;
-            let ran = story.faults_of(holder.process).find(stood).is_none();
-            let knew = |by: Nanos| {
-                holder.lost.as_ref().is_some_and(|lost| lost.at <= by) || gone.is_some_and(|gone| gone <= by)
-            };
-            if ran && !knew(by) {
-                let what = format!("lock {lock}: {} did not hear that {} was granted it", name(holder), name(rival));
-                let forced = in_the_dark(story, holder).into_iter().filter(|dark| {
-                    rival.granted.is_some_and(|granted| granted >= dark.from) && knew(dark.to.saturating_add(TOLD))
-                });
-                let forced = forced.map(|dark| dark.excuse).collect();
+            let rival = grants[at..].iter().find(|rival| rival.owner != holder.owner && rival.sure().is_some());
+            if let (Some(rival), Some(_)) = (rival, holder.sure()) {
+                if let Some((by, forced)) = rival.granted.and_then(|granted| unheard(story, holder, granted)) {
+                    let what =
+                        format!("lock {lock}: {} did not hear that {} was granted it", name(holder), name(rival));
+                    found.push(Violation::new(Rule::NotTold, by, what).unless(forced));
+                }
+            }
+            if let Some((by, forced)) = unheard(story, holder, lease_over(story, holder)) {
+                let what = format!("lock {lock}: {} did not hear that its lease was over", name(holder));
                 found.push(Violation::new(Rule::NotTold, by, what).unless(forced));
             }
         }
     }
+}
+
+/// When a holder that had lost the lock by that time, and ran, had to know and did not; and what may explain it.
+fn unheard(story: &Story, holder: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Excuse>)> {
+    let by = lost.saturating_add(TOLD);
+    let stood = |fault: &Fault| fault.kind.starts_with("worker") && fault.from < by && fault.to + TOLD > lost;
+    let gone = holder.giving.or(holder.ended.map(|(at, _)| at)).or(story.killed(holder.process));
+    let knew =
+        |by: Nanos| holder.lost.as_ref().is_some_and(|lost| lost.at <= by) || gone.is_some_and(|gone| gone <= by);
+    if knew(by) || story.faults_of(holder.process).any(stood) {
+        return None;
+    }
+    let dark = in_the_dark(story, holder).into_iter();
+    let forced = dark.filter(|dark| lost >= dark.from && knew(dark.to.saturating_add(TOLD)));
+    Some((by, forced.map(|dark| dark.excuse).collect()))
+}
+
+/// When a holder that has nothing more to say has no lease any more, neither by its own word nor by what was seen of the
+/// server. While nobody looks it may be renewed.
+fn lease_over(story: &Story, holder: &Attempt) -> Nanos {
+    let Some(granted) = holder.granted else { return Nanos::MAX };
+    let looks = &story.history.samples;
+    let own = |key: &&Key| key.lock == holder.lock && key.owner == holder.owner;
+    let mut over = holder.sure_until.max(granted + holder.lease);
+    let mut seen = granted;
+    for look in &looks[looks.partition_point(|look| look.to < granted)..] {
+        if look.to.saturating_sub(seen) > UNSEEN {
+            over = over.max(look.to + holder.lease);
+        }
+        if look.from > over {
+            break;
+        }
+        if let Some(key) = look.held.iter().find(own) {
+            over = over.max(look.to + (Nanos::try_from(key.pttl).unwrap_or(0) + ROUNDED) * MS);
+        }
+        seen = look.from;
+    }
+    over
 }
 
 /// Whether the futures of `run` were stopped. The step in which a rival's grant falls may have been begun before it;

@@ -7,8 +7,8 @@
 use std::collections::HashMap;
 
 use super::attempts::{Attempt, Story};
-use super::history::{Key, Nanos};
-use super::judge::Violation;
+use super::history::{Key, Nanos, Sample};
+use super::judge::{Rule, Violation, name};
 
 /// A force unlock.
 #[derive(Debug, Clone)]
@@ -21,6 +21,8 @@ pub struct Force {
     pub to: Nanos,
     /// Whether it may have freed the lock.
     pub freed: bool,
+    /// Whether it was told to have done so; `None` if that is not known.
+    pub told: Option<bool>,
 }
 
 /// A force unlock, by its place in the story, and the owner whom it took.
@@ -53,6 +55,43 @@ pub fn excuses(story: &Story, attempt: &Attempt, from: Nanos, to: Nanos) -> Vec<
     all.filter(|dark| dark.from <= from && to <= dark.to).map(|dark| dark.excuse).collect()
 }
 
+/// Whether the force unlocks did what they were told to have done.
+pub fn force_unlocks(story: &Story, found: &mut Vec<Violation>) {
+    for force in &story.forces {
+        let mut of_lock = story.attempts.iter().filter(|attempt| attempt.lock == force.lock);
+        let problem = match force.told {
+            Some(true) => of_lock.find(|holder| stayed(story, holder, force)).map(|holder| ("freed", holder, vec![])),
+            Some(false) => {
+                let sure =
+                    |holder: &&Attempt| holder.sure().is_some_and(|(from, to)| from < force.from && force.to < to);
+                let holder = of_lock.find(sure);
+                holder.map(|holder| ("free", holder, excuses(story, holder, force.from, force.to)))
+            }
+            None => None,
+        };
+        if let Some((told, holder, excuses)) = problem {
+            let (lock, process, holder) = (force.lock, force.process, name(holder));
+            let what = format!("lock {lock}: process {process}'s force unlock said {told:?}, and {holder} kept it");
+            found.push(Violation::new(Rule::Lie, force.to, what).unless(excuses));
+        }
+    }
+}
+
+/// Whether an attempt had the lock from the last look before a force unlock until the first one after it, and nobody else
+/// may have given its owner the lock again in between.
+fn stayed(story: &Story, attempt: &Attempt, force: &Force) -> bool {
+    let samples = &story.history.samples;
+    let Some(before) = samples[..samples.partition_point(|look| look.to <= force.from)].last() else { return false };
+    let Some(after) = samples[samples.partition_point(|look| look.from < force.to)..].first() else { return false };
+    let has = |look: &Sample| look.held.iter().any(|key| key.lock == attempt.lock && key.owner == attempt.owner);
+    let held = attempt.granted.is_some_and(|at| at < before.from) && story.may_hold_until(attempt) > after.to;
+    let others = || same_owner(story, attempt).filter(|other| !std::ptr::eq(*other, attempt));
+    let comes_back = |other: &Attempt| {
+        other.invoked <= after.to && other.granted.unwrap_or_else(|| story.may_hold_until(other)) >= before.from
+    };
+    held && has(before) && has(after) && !others().any(comes_back)
+}
+
 /// Leaves what no force unlock explains.
 pub fn unexplained(found: Vec<Violation>) -> Vec<Violation> {
     let mut open: Vec<&[Excuse]> = found.iter().map(|violation| &*violation.excuses).collect();
@@ -73,10 +112,20 @@ fn is_explained(excuses: &[Excuse], met: &HashMap<usize, String>) -> bool {
     excuses.iter().any(|(force, owner)| met.get(force) == Some(owner))
 }
 
-/// When the owner's lease is over by its own clock: it holds as long as the longest that it took.
+/// When the owner's lease is over by its own clock: it holds as long as the longest that it took, since it last had none.
 fn lease_over(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
     let own = same_owner(story, attempt).filter(|other| other.invoked <= force.to);
-    force.to.saturating_add(own.map(|other| other.lease).max().unwrap_or(0))
+    let mut own: Vec<_> = own.map(|other| (story.may_hold_until(other), other.invoked, other.lease)).collect();
+    // The one that may have lasted for longest is first.
+    own.sort_unstable_by(|one, other| other.cmp(one));
+    let (mut since, mut longest) = (force.from, 0);
+    for (until, invoked, lease) in own {
+        if until < since {
+            break;
+        }
+        (since, longest) = (since.min(invoked), longest.max(lease));
+    }
+    force.to.saturating_add(longest)
 }
 
 /// When the server was seen to have the lock for the owner after all, who cannot have come back in between.

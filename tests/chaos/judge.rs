@@ -9,7 +9,8 @@
 //! nothing is claimed without asking. Two owners' sure times must never overlap, and whenever the server is asked it
 //! must have the owner that is sure, with at least as many holds, and a lease that lasts for as long as was said.
 //!
-//! **Told.** Where a rival was granted the lock, the holder has heard `lost()` by then; a second is allowed for the
+//! **Told.** Where a rival was granted the lock, the holder has heard `lost()` by then; where none was, by the end of all
+//! that it was sure of and of the lease that the server was last seen to have for it. Half a second is allowed for the
 //! writing down, and the process must have run in it.
 //!
 //! **Stopped.** The future of a `run` begins no step after a rival's grant was returned. The step that is under way then
@@ -46,13 +47,13 @@ use std::fmt;
 
 use super::attempts::{Attempt, Story};
 use super::claims::{exclusion, register, server, stopped, told};
-use super::forced::{Excuse, unexplained};
+use super::forced::{Excuse, force_unlocks, unexplained};
 use super::history::{History, MS, Nanos, seconds};
 use super::wakeups::wakeups;
 use super::words::{panics, truth, words};
 
 /// For how long a loss may be on its way to the history.
-pub const TOLD: Nanos = 1_000 * MS;
+pub const TOLD: Nanos = 500 * MS;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Rule {
@@ -119,6 +120,7 @@ pub fn judge(history: &History) -> Vec<Violation> {
     told(&story, &mut found);
     stopped(&story, &mut found);
     words(&story, &mut found);
+    force_unlocks(&story, &mut found);
     wakeups(&story, &mut found);
     register(&story, &mut found);
     conservation(&story, &mut found);

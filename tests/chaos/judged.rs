@@ -94,7 +94,8 @@ fn a_run_that_goes_on_after_a_rivals_grant_is_found() {
         let tale = Tale::default().line(95, 1, 1, run).line(100, 1, 1, Event::Granted { remaining: 0 });
         let tale = steps.iter().fold(tale, |tale, at| tale.line(*at, 1, 1, Event::Worked));
         let lost = Event::Lost { reason: "Expired".into() };
-        let tale = tale.line(2_700, 1, 1, lost).line(2_700, 1, 1, Event::Unknown { why: "lost".into() });
+        let told = steps.last().map_or(0, |last| last + 20);
+        let tale = tale.line(told, 1, 1, lost).line(told, 1, 1, Event::Unknown { why: "lost".into() });
         tale.granted(2_200, 2, 1).gave(2_300, 2, 1, "ok")
     };
     // The step at 2201 was begun before the grant.
@@ -213,6 +214,22 @@ fn a_release_that_nobody_could_hear_excuses_those_without_rechecks() {
 }
 
 #[test]
+fn a_mute_holder_between_two_looks_excuses_those_without_rechecks() {
+    // Whoever waits was woken by the release at 199 and came too late; the next one has nothing to say.
+    let tale = |begins: Nanos| {
+        let tale = Tale::default().granted(100, 1, 1).invoked(150, 3, 1).gave(199, 1, 1, "ok");
+        let tale = tale.granted(begins, 5, 1).gave(begins + 2, 5, 1, "ok");
+        let tale = tale.line(4_000, 3, 1, Event::Granted { remaining: 0 }).gave(4_005, 3, 1, "ok");
+        tale.server(0, 90, &[]).server(100, 200, &[(1, 1)]).server(212, 4_000, &[])
+    };
+    tale(204).fault(190, 300, NO_PUBLISH, Some(5)).breaks(&[]);
+    tale(215).fault(190, 300, NO_PUBLISH, Some(5)).breaks(&[]);
+    tale(204).breaks(&[Rule::LostWakeup]);
+    tale(204).fault(190, 300, NO_PUBLISH, Some(7)).breaks(&[Rule::LostWakeup]);
+    tale(130).fault(100, 300, NO_PUBLISH, Some(5)).breaks(&[Rule::Exclusion, Rule::Unfounded, Rule::LostWakeup]);
+}
+
+#[test]
 fn a_release_that_is_refused_leaves_the_lease() {
     let refused = || Tale::default().granted(100, 1, 1).gave(200, 1, 1, "the server refused it");
     let taken = || refused().fault(150, 400, NO_SCRIPTS, Some(1));
@@ -238,7 +255,8 @@ fn a_lost_update_is_found() {
 #[test]
 fn what_never_ends_is_found() {
     Tale::default().invoked(100, 1, 1).breaks(&[Rule::Conservation]);
-    Tale::default().granted(100, 1, 1).breaks(&[Rule::Conservation]);
+    let lost = Event::Lost { reason: "Expired".into() };
+    Tale::default().granted(100, 1, 1).line(2_200, 1, 1, lost).breaks(&[Rule::Conservation]);
     Tale::default().line(1, 1, 0, Event::Ended { tasks: 1, shutdown: "ok".into() }).breaks(&[Rule::Conservation]);
     let panicked = Event::Panicked { why: "at a line".into() };
     Tale::default().line(1, 1, 0, panicked).breaks(&[Rule::Panic]);
@@ -300,9 +318,68 @@ fn a_loss_that_may_be_one_is_none_of_a_lie() {
     gone(tale.server(390, 400, &[])).breaks(&[Rule::Unfounded]);
     // It was last looked at long ago.
     gone(Tale::default().server(100, 200, &[(1, 1)])).breaks(&[]);
-    // Somebody with the same holder acquired it at that very time.
-    let tale = gone(Tale::default().server(100, 400, &[(1, 1)])).invoked(350, 1, 2);
-    tale.line(402, 1, 2, Event::Granted { remaining: 2_000 * MS }).gave(430, 1, 2, "ok").breaks(&[]);
+}
+
+#[test]
+fn who_came_back_had_been_gone() {
+    let lost = |reason: &str| Event::Lost { reason: reason.into() };
+    let granted = Event::Granted { remaining: 2_000 * MS };
+    // Its lease was over, and a moment later it got the lock again.
+    let tale = |between: &[(u64, u64)]| {
+        let tale = Tale::default().granted(100, 1, 1).invoked(2_135, 1, 2).line(2_140, 1, 2, granted.clone());
+        let tale = tale.line(2_200, 1, 1, lost("Gone")).gave(2_210, 1, 1, "lost").gave(2_430, 1, 2, "ok");
+        tale.server(100, 2_110, &[(1, 1)]).server(2_110, 2_130, between).server(2_140, 2_430, &[(1, 1)])
+    };
+    tale(&[]).breaks(&[]);
+    tale(&[(1, 1)]).breaks(&[Rule::Lie]);
+    // Nobody looked for so long that the lease may have been over.
+    let mut unseen = tale(&[]);
+    unseen.0.samples.retain(|look| look.from >= 2_140 * MS);
+    unseen.breaks(&[]);
+    // Two holds of one holder, both there all the time.
+    let tale = Tale::default().granted(100, 1, 1).granted(150, 1, 2);
+    let tale = tale.line(700, 1, 1, lost("Gone")).line(700, 1, 2, lost("Gone"));
+    let tale = tale.gave(800, 1, 2, "lost").gave(810, 1, 1, "lost");
+    tale.server(100, 145, &[(1, 1)]).server(151, 1_300, &[(1, 2)]).breaks(&[Rule::Lie]);
+}
+
+/// A holder that is sure until 2100, of a lock that the server has for it until 2150, and that is told at that time.
+fn run_out(told: Nanos) -> Tale {
+    let lost = Event::Lost { reason: "Expired".into() };
+    let mut tale = Tale::default().granted(100, 1, 1).line(told, 1, 1, lost).gave(9_000, 1, 1, "lost");
+    tale = tale.server(100, 2_150, &[(1, 1)]).server(2_160, 9_500, &[]);
+    for sample in &mut tale.0.samples {
+        let left = (2_150 * MS).saturating_sub(sample.from) / MS;
+        sample.held.iter_mut().for_each(|key| key.pttl = left as i64);
+    }
+    tale
+}
+
+#[test]
+fn a_loss_is_told_where_no_rival_comes() {
+    run_out(2_600).breaks(&[]);
+    run_out(2_700).breaks(&[Rule::NotTold]);
+    run_out(8_900).breaks(&[Rule::NotTold]);
+    run_out(8_900).fault(2_000, 8_500, "both ways held", Some(1)).breaks(&[Rule::NotTold]);
+    run_out(8_900).fault(2_000, 8_500, "worker stopped (SIGSTOP)", Some(1)).breaks(&[]);
+    // It stood still, but had gone on in time.
+    run_out(8_900).fault(500, 1_500, "worker stopped (SIGSTOP)", Some(1)).breaks(&[Rule::NotTold]);
+    // It was given back, or the server was seen to have it for longer.
+    Tale::default().granted(100, 1, 1).gave(2_500, 1, 1, "lost").breaks(&[]);
+    let renewed = Tale::default().granted(100, 1, 1).gave(4_500, 1, 1, "ok").server(100, 4_500, &[(1, 1)]);
+    renewed.breaks(&[]);
+    // Nobody looked when it may have been renewed.
+    let mut unseen = run_out(4_400);
+    unseen.0.samples.retain(|look| !(1_900 * MS..2_500 * MS).contains(&look.from));
+    unseen.breaks(&[]);
+    // A rival was granted the lock.
+    let tale = |told| {
+        let lost = Event::Lost { reason: "Expired".into() };
+        let tale = Tale::default().granted(100, 1, 1).granted(2_200, 2, 1).gave(3_500, 2, 1, "ok");
+        tale.line(told, 1, 1, lost).gave(3_200, 1, 1, "lost")
+    };
+    tale(2_300).breaks(&[]);
+    tale(3_150).breaks(&[Rule::NotTold]);
 }
 
 #[test]

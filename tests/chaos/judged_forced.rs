@@ -31,7 +31,7 @@ fn what_was_forced_may_be_had_twice_until_it_is_told() {
     taken_over().breaks(&[Rule::Exclusion]);
     taken_over().forced(1_000, 1_010, "freed").breaks(&[]);
     taken_over().forced(1_000, 1_010, "unknown").breaks(&[]);
-    taken_over().forced(1_000, 1_010, "free").breaks(&[Rule::Exclusion]);
+    taken_over().forced(1_000, 1_010, "free").breaks(&[Rule::Lie, Rule::Exclusion]);
     // Another lock, or too late.
     let other = taken_over().line(1_000, 9, 7, Event::Forcing { lock: 1 });
     other.line(1_010, 9, 7, Event::Forced { outcome: "freed".into() }).breaks(&[Rule::Exclusion]);
@@ -46,13 +46,13 @@ fn a_force_unlock_is_no_excuse_for_being_sure_after_it_was_told() {
 
 #[test]
 fn a_holder_that_never_hears_of_a_force_unlock_is_found() {
-    // Its lease is over at 3010, and a second is for the writing down.
+    // Its lease is over at 3010, and half a second is for the writing down.
     let tale = |told| Tale::default().granted(100, 1, 1).lost(told, 1).gave(9_000, 1, 1, "lost");
     let tale = |told| tale(told).forced(1_000, 1_010, "freed").granted(2_200, 2, 1).gave(2_300, 2, 1, "ok");
-    tale(3_900).breaks(&[]);
-    tale(4_100).breaks(&[Rule::NotTold]);
+    tale(3_400).breaks(&[]);
+    tale(3_600).breaks(&[Rule::NotTold]);
     // It goes on being sure.
-    tale(3_900).sure(3_300, 1, 3_800).granted(3_500, 3, 1).gave(3_600, 3, 1, "ok").breaks(&[Rule::Exclusion]);
+    tale(3_400).sure(3_300, 1, 3_800).granted(3_500, 3, 1).gave(3_600, 3, 1, "ok").breaks(&[Rule::Exclusion]);
 }
 
 #[test]
@@ -78,12 +78,12 @@ fn each_force_unlock_takes_an_owner_of_its_own() {
     let tale = |second: &str| {
         let tale = taken_over().forced(1_000, 1_010, "freed").line(1_600, 8, 7, Event::Forcing { lock: 0 });
         let tale = tale.line(1_610, 8, 7, Event::Forced { outcome: second.into() }).invoked(90, 3, 1);
-        let tale = tale.line(1_550, 3, 1, Event::Granted { remaining: 1_000 * MS }).lost(2_200, 3);
+        let tale = tale.line(1_550, 3, 1, Event::Granted { remaining: 1_000 * MS }).lost(2_100, 3);
         let tale = tale.gave(2_300, 3, 1, "lost").granted(1_620, 4, 1).granted(1_650, 4, 2).granted(1_660, 4, 3);
         tale.gave(1_700, 4, 1, "ok").gave(1_710, 4, 2, "ok").gave(1_720, 4, 3, "ok")
     };
     tale("freed").breaks(&[]);
-    tale("free").breaks(&[Rule::Exclusion]);
+    tale("free").breaks(&[Rule::Lie, Rule::Exclusion]);
 }
 
 #[test]
@@ -134,4 +134,42 @@ fn a_force_unlock_is_a_reason_to_lose() {
     };
     told_here(1).breaks(&[]);
     told_here(9).breaks(&[Rule::Lie]);
+}
+
+#[test]
+fn an_old_lease_is_no_reason_not_to_know() {
+    // The holder had the lock for 20 s once, and gave it back; then for two seconds, again and again.
+    let tale = |gave: Nanos| {
+        let long = Event::Invoked { lock: 0, owner: owner(1), how: "lock".into(), lease: 20_000 * MS };
+        let tale = Tale::default().line(10, 1, 9, long).line(15, 1, 9, Event::Granted { remaining: 19_000 * MS });
+        let tale = tale.gave(gave, 1, 9, "ok").granted(100, 1, 1).forced(1_000, 1_010, "freed");
+        let tale = (500..8_000).step_by(500).fold(tale, |tale, at| tale.sure(at, 1, at + 1_500));
+        let tale = tale.granted(1_020, 2, 1).sure(3_000, 2, 4_900).gave(4_000, 2, 1, "ok");
+        tale.lost(9_000, 1).gave(9_010, 1, 1, "lost")
+    };
+    tale(30).breaks(&[Rule::Exclusion, Rule::NotTold]);
+    // What was there when it took the lock anew lasts on.
+    tale(200).breaks(&[]);
+}
+
+#[test]
+fn a_force_unlock_says_what_it_did() {
+    let tale = |outcome| {
+        let tale = Tale::default().granted(100, 1, 1).forced(1_000, 1_010, outcome).gave(1_900, 1, 1, "ok");
+        tale.server(0, 90, &[])
+    };
+    let held = |outcome| tale(outcome).server(100, 1_900, &[(1, 1)]).server(1_910, 4_000, &[]);
+    held("freed").breaks(&[Rule::Lie]);
+    held("free").breaks(&[Rule::Lie]);
+    held("unknown").breaks(&[]);
+    // The holder may have taken it again.
+    let again = held("freed").invoked(990, 1, 2).line(1_008, 1, 2, Event::Granted { remaining: 2_000 * MS });
+    again.gave(1_200, 1, 2, "ok").breaks(&[]);
+    // It had been freed before, by another.
+    let before = tale("free").line(500, 8, 7, Event::Forcing { lock: 0 });
+    before.line(510, 8, 7, Event::Forced { outcome: "freed".into() }).server(100, 490, &[(1, 1)]).breaks(&[]);
+    // Somebody was there before, and was freed; nobody was there.
+    let freed = Tale::default().granted(100, 1, 1).lost(1_005, 1).gave(1_015, 1, 1, "lost").server(0, 90, &[]);
+    freed.server(100, 1_000, &[(1, 1)]).server(1_010, 4_000, &[]).forced(1_000, 1_010, "freed").breaks(&[]);
+    Tale::default().forced(1_000, 1_010, "free").server(0, 4_000, &[]).breaks(&[]);
 }

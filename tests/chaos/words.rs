@@ -5,13 +5,16 @@ use std::collections::HashMap;
 use super::attempts::{Attempt, Loss, Story};
 use super::forced::excuses;
 use super::history::{Event, History, MS, Nanos};
-use super::judge::{Rule, TOLD, Violation, name};
+use super::judge::{Rule, Violation, name};
 
 /// For how long there must have been no fault, if every renewal is to have had its reply.
 const CALM: Nanos = 5_000 * MS;
 
 /// What a lease that was not renewed in time has left on the server at most: its margin, and what a busy machine takes.
 const UNPROVED: Nanos = 1_000 * MS;
+
+/// How near to each other two things may be for one to be taken as the reason for the other.
+const AROUND: Nanos = 1_000 * MS;
 
 /// How old a look at the server may be.
 const RECENT: Nanos = 100 * MS;
@@ -124,7 +127,7 @@ fn false_loss(story: &Story, attempt: &Attempt) -> Option<Nanos> {
 /// Whether its own process was about to free the lock by force: it tells its holders first, and may fail then.
 fn freed_here(story: &Story, attempt: &Attempt, told: Nanos) -> bool {
     let mut here = story.forces.iter().filter(|force| (force.process, force.lock) == (attempt.process, attempt.lock));
-    here.any(|force| (force.from..force.to.saturating_add(TOLD)).contains(&told))
+    here.any(|force| (force.from..force.to.saturating_add(AROUND)).contains(&told))
 }
 
 /// Until when the server had promised the hold when it was last looked at, shortly before a loss was told. `None` if it
@@ -137,9 +140,26 @@ fn server_has_it_until(story: &Story, attempt: &Attempt, asked: Nanos, told: Nan
     let mut same = story.attempts.iter().filter(|other| (other.lock, &other.owner) == (attempt.lock, &attempt.owner));
     let came_back = same.any(|other| {
         let until = other.granted.unwrap_or_else(|| story.may_hold_until(other));
-        !std::ptr::eq(other, attempt) && other.invoked <= told && until.saturating_add(TOLD) > told
+        !std::ptr::eq(other, attempt) && other.invoked <= told && until.saturating_add(AROUND) > told
     });
+    let came_back = came_back && may_have_been_gone(story, attempt, told);
     (recent && !came_back).then(|| look.from + Nanos::try_from(key.pttl).unwrap_or(0) * MS)
+}
+
+/// Whether the looks at the server leave a time in which it may not have had the hold, from its grant until it was told to
+/// be lost: one of them did not find it, or its lease may have ended between two.
+fn may_have_been_gone(story: &Story, attempt: &Attempt, told: Nanos) -> bool {
+    let Some(granted) = attempt.granted else { return true };
+    let samples = &story.history.samples;
+    let looks = samples[samples.partition_point(|look| look.from < granted)..].iter();
+    let mut alive_until = granted + attempt.lease;
+    for look in looks.take_while(|look| look.to <= told) {
+        let has = look.held.iter().find(|key| key.lock == attempt.lock && key.owner == attempt.owner);
+        let pttl = has.and_then(|key| Nanos::try_from(key.pttl).ok());
+        let Some(pttl) = pttl.filter(|_| look.to < alive_until) else { return true };
+        alive_until = look.from + pttl * MS;
+    }
+    alive_until <= told
 }
 
 fn calm(story: &Story, attempt: &Attempt, at: Nanos) -> bool {
@@ -154,6 +174,6 @@ fn contended_by_nobody(story: &Story, attempt: &Attempt) -> Option<Nanos> {
         looks.clone().next().is_some() && looks.all(|sample| sample.held.iter().all(|key| key.lock != attempt.lock));
     let mut others = story.attempts.iter().filter(|other| other.lock == attempt.lock && !std::ptr::eq(*other, attempt));
     let alone =
-        others.all(|other| other.invoked > at || story.may_hold_until(other).saturating_add(TOLD) < attempt.invoked);
+        others.all(|other| other.invoked > at || story.may_hold_until(other).saturating_add(AROUND) < attempt.invoked);
     (free && alone).then_some(at)
 }
