@@ -112,7 +112,11 @@ impl Actor {
         let owner = format!("{}:{}", self.client.client_id(), want.holder.thread_id());
         let lease = want.lease.unwrap_or(WATCHDOG).as_nanos() as Nanos;
         let how = if want.leaves.is_some() { format!("{how} that may leave") } else { how.to_owned() };
-        self.recorder.record(now(), attempt, Event::Invoked { lock: want.lock, owner, how, lease });
+        self.recorder.record(
+            now(),
+            attempt,
+            Event::Invoked { lock: want.lock, owner, how, lease, renewed: want.lease.is_none() },
+        );
         Asked { attempt, recorder: Arc::clone(&self.recorder), answered: false }
     }
 

@@ -16,6 +16,8 @@ pub struct Attempt {
     pub owner: String,
     pub how: String,
     pub lease: Nanos,
+    /// Whether the lease is renewed.
+    pub renewed: bool,
     pub invoked: Nanos,
     pub granted: Option<Nanos>,
     /// Until when its holder has said to be sure.
@@ -26,6 +28,8 @@ pub struct Attempt {
     pub ended: Option<(Nanos, bool)>,
     /// Whether it was told that somebody else holds the lock.
     pub contended: bool,
+    /// When the acquire failed or was left unclear for another reason than that, and what was told.
+    pub error: Option<(Nanos, String)>,
     pub lost: Option<Loss>,
     pub giving: Option<Nanos>,
     pub gave: Option<(Nanos, String)>,
@@ -89,7 +93,7 @@ impl<'a> Story<'a> {
         let mut longest_lease = 0;
         // The beginnings first: an event may bear the time of the one before it.
         for line in &lines {
-            if let Event::Invoked { lock, owner, how, lease } = &line.event {
+            if let Event::Invoked { lock, owner, how, lease, renewed } = &line.event {
                 longest_lease = longest_lease.max(*lease);
                 places.insert((line.process, line.attempt), attempts.len());
                 attempts.push(Attempt {
@@ -98,6 +102,7 @@ impl<'a> Story<'a> {
                     owner: owner.clone(),
                     how: how.clone(),
                     lease: *lease,
+                    renewed: *renewed,
                     invoked: line.at,
                     ..Attempt::default()
                 });
@@ -225,8 +230,13 @@ impl Attempt {
             Event::Failed { why } => {
                 self.ended = Some((at, true));
                 self.contended = why == "contended";
+                self.error = (!self.contended).then(|| (at, why.clone()));
             }
-            Event::Unknown { .. } | Event::TakenBack { .. } | Event::Cancelled => self.ended = Some((at, false)),
+            Event::Unknown { why, .. } => {
+                self.ended = Some((at, false));
+                self.error = Some((at, why.clone()));
+            }
+            Event::TakenBack { .. } | Event::Cancelled => self.ended = Some((at, false)),
             Event::Sure { remaining } => self.say(at, *remaining),
             Event::Lost { reason } => {
                 // It is told once, but a `run` has several who hear.

@@ -102,7 +102,7 @@ fn unheard(story: &Story, holder: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<E
         return None;
     }
     let dark = in_the_dark(story, holder).into_iter();
-    let forced = dark.filter(|dark| lost >= dark.from && knew(dark.to.saturating_add(TOLD)));
+    let forced = dark.filter(|dark| lost >= dark.from && knew(dark.told_by.saturating_add(TOLD)));
     Some((by, forced.map(|dark| dark.excuse).collect()))
 }
 

@@ -7,8 +7,11 @@
 use std::collections::HashMap;
 
 use super::attempts::{Attempt, Story};
-use super::history::{Key, Nanos, Sample};
-use super::judge::{Rule, Violation, name};
+use super::history::{Fault, Key, MS, Nanos, Sample};
+use super::judge::{Rule, TOLD, Violation, name};
+
+/// For how long after a fault a process may still be busy with it: what is lost is asked for again.
+pub const FELT: Nanos = 3_000 * MS;
 
 /// A force unlock.
 #[derive(Debug, Clone)]
@@ -31,7 +34,10 @@ pub type Excuse = (usize, String);
 /// A time in which a holder may not know that it was forced out.
 pub struct InTheDark {
     pub from: Nanos,
+    /// Until when what it was told before may be wrong.
     pub to: Nanos,
+    /// When it has to know: a renewal tells, if nothing keeps it from the server.
+    pub told_by: Nanos,
     pub excuse: Excuse,
 }
 
@@ -44,7 +50,8 @@ pub fn in_the_dark(story: &Story, attempt: &Attempt) -> Vec<InTheDark> {
     let met = story.forces.iter().enumerate().filter(|(_, force)| may_have_met(force));
     met.map(|(number, force)| {
         let to = lease_over(story, attempt, force).min(seen_again(story, attempt, force));
-        InTheDark { from: force.from, to, excuse: (number, attempt.owner.clone()) }
+        let told_by = to.min(next_renewal(story, attempt, force));
+        InTheDark { from: force.from, to, told_by, excuse: (number, attempt.owner.clone()) }
     })
     .collect()
 }
@@ -126,6 +133,14 @@ fn lease_over(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
         (since, longest) = (since.min(invoked), longest.max(lease));
     }
     force.to.saturating_add(longest)
+}
+
+/// When a renewal was due after a force unlock, of a holder whose process met no fault.
+fn next_renewal(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
+    let due = attempt.granted.unwrap_or(Nanos::MAX).max(force.to).saturating_add(attempt.lease / 3);
+    let fault = |fault: &Fault| fault.from <= due.saturating_add(TOLD) && fault.to + FELT >= force.from;
+    let disturbed = !attempt.renewed || story.faults_of(attempt.process).any(fault);
+    if disturbed { Nanos::MAX } else { due }
 }
 
 /// When the server was seen to have the lock for the owner after all, who cannot have come back in between.

@@ -37,7 +37,7 @@ pub fn seconds(at: Nanos) -> String {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// An acquire begins. Whose it would be is known before.
-    Invoked { lock: usize, owner: String, how: String, lease: Nanos },
+    Invoked { lock: usize, owner: String, how: String, lease: Nanos, renewed: bool },
     /// It holds the lock, and does so for that much longer (0: no word on that).
     Granted { remaining: Nanos },
     /// The acquire has ended, and it is certain that it left nothing on the server.
@@ -162,8 +162,8 @@ impl Recorder {
 impl Line {
     fn to_json(&self) -> Value {
         let (name, mut fields) = match &self.event {
-            Event::Invoked { lock, owner, how, lease } => {
-                ("invoked", json!({ "lock": lock, "owner": owner, "how": how, "lease": lease }))
+            Event::Invoked { lock, owner, how, lease, renewed } => {
+                ("invoked", json!({ "lock": lock, "owner": owner, "how": how, "lease": lease, "renewed": renewed }))
             }
             Event::Granted { remaining } => ("granted", json!({ "remaining": remaining })),
             Event::Failed { why } => ("failed", json!({ "why": why })),
@@ -201,6 +201,7 @@ impl Line {
                 owner: word("owner")?,
                 how: word("how")?,
                 lease: number("lease")?,
+                renewed: value["renewed"].as_bool()?,
             },
             "granted" => Event::Granted { remaining: number("remaining")? },
             "failed" => Event::Failed { why: word("why")? },
@@ -314,7 +315,7 @@ fn what_is_written_is_read_again() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("history");
     let events = [
-        Event::Invoked { lock: 1, owner: "a:1".into(), how: "lock".into(), lease: 5 },
+        Event::Invoked { lock: 1, owner: "a:1".into(), how: "lock".into(), lease: 5, renewed: true },
         Event::Granted { remaining: 4 },
         Event::Failed { why: "contended".into() },
         Event::Unknown { why: "no \"answer\"".into() },

@@ -20,6 +20,7 @@
 //! **Force unlocks.** A force unlock permits all of this for the possession of one owner, of those who may have had the
 //! lock while it was under way: from its invocation until the server is seen to have the lock for that owner after all,
 //! or until the lease is over by the owner's clock. That the holder is told ends it as well: nobody is sure after that.
+//! Where the lease is renewed and nothing was wrong, a third of the lease later it has to be told.
 //!
 //! **Truth.** The server never has more holds of an owner than attempts of that owner that may be there: not one that was
 //! told to have failed, or to be given back, not for a moment; one whose end is not known until its process has been
@@ -27,7 +28,8 @@
 //! No key is without an expiry. The counts that are told are right. No unlock succeeds after the loss was told, and
 //! nobody is sure after it. A loss by the holder's clock never comes before the time that was told to be sure, and, where
 //! there was no fault, not while the server's lease goes on for long; any other loss never comes while the server has the
-//! lock for the holder. Nobody is told of contention where nobody else is.
+//! lock for the holder. A renewed lease does not end, nothing fails and nothing is unknown, where there was no fault.
+//! Nobody is told of contention where nobody else is.
 //!
 //! **Wake-ups.** While a lock is free whenever one looks, nobody waits for it for longer than a second and a half, unless
 //! the process met a fault, or did in the second and a half before. The bound is far below the re-check interval of those

@@ -90,7 +90,7 @@ fn a_holder_that_did_not_hear_of_its_loss_is_found() {
 #[test]
 fn a_run_that_goes_on_after_a_rivals_grant_is_found() {
     let tale = |steps: &[Nanos]| {
-        let run = Event::Invoked { lock: 0, owner: owner(1), how: "run".into(), lease: 2_000 * MS };
+        let run = Event::Invoked { lock: 0, owner: owner(1), how: "run".into(), lease: 2_000 * MS, renewed: false };
         let tale = Tale::default().line(95, 1, 1, run).line(100, 1, 1, Event::Granted { remaining: 0 });
         let tale = steps.iter().fold(tale, |tale, at| tale.line(*at, 1, 1, Event::Worked));
         let lost = Event::Lost { reason: "Expired".into() };
@@ -235,7 +235,8 @@ fn a_release_that_is_refused_leaves_the_lease() {
     let taken = || refused().fault(150, 400, NO_SCRIPTS, Some(1));
     taken().server(3_300, 3_310, &[(1, 1)]).breaks(&[]);
     taken().server(3_500, 3_510, &[(1, 1)]).breaks(&[Rule::Leak]);
-    refused().fault(150, 400, NO_SCRIPTS, Some(2)).server(3_300, 3_310, &[(1, 1)]).breaks(&[Rule::Leak]);
+    let other = refused().fault(150, 400, NO_SCRIPTS, Some(2)).server(3_300, 3_310, &[(1, 1)]);
+    other.breaks(&[Rule::Lie, Rule::Leak]);
     refused().fault(150, 400, NO_PUBLISH, Some(1)).server(3_300, 3_310, &[(1, 1)]).breaks(&[Rule::Leak]);
 }
 
@@ -406,5 +407,45 @@ fn contention_with_nobody_is_a_lie() {
     };
     tale(0).breaks(&[Rule::Lie]);
     tale(1_500).breaks(&[]);
-    tale(0).invoked(700, 2, 2).line(800, 2, 2, Event::Failed { why: "refused".into() }).breaks(&[]);
+    tale(0).invoked(700, 2, 2).line(800, 2, 2, Event::Cancelled).breaks(&[]);
+}
+
+#[test]
+fn a_renewed_lease_that_ends_without_a_fault_is_found() {
+    run_out(2_105).breaks(&[]);
+    run_out(2_105).renewed().breaks(&[Rule::Lie]);
+    run_out(2_105).renewed().fault(90, 100, "both ways held", Some(2)).breaks(&[Rule::Lie]);
+    // The last renewals may not have come through; long before they did.
+    run_out(2_105).renewed().fault(300, 1_500, "both ways held", Some(1)).breaks(&[]);
+    let late = |from, to| {
+        let lost = Event::Lost { reason: "Expired".into() };
+        let tale = Tale::default().granted(100, 1, 1).renewed().line(9_000, 1, 1, lost).gave(9_010, 1, 1, "lost");
+        tale.server(100, 8_900, &[(1, 1)]).fault(from, to, "both ways held", Some(1))
+    };
+    late(3_000, 5_900).breaks(&[Rule::Lie]);
+    late(3_000, 6_100).breaks(&[]);
+}
+
+#[test]
+fn what_fails_or_is_not_known_without_a_fault_is_a_lie() {
+    let unknown = || {
+        let tale = Tale::default().invoked(4_000, 1, 1);
+        tale.line(4_100, 1, 1, Event::Unknown { why: "no answer".into() })
+    };
+    let failed = || {
+        let tale = Tale::default().invoked(4_000, 1, 1);
+        tale.line(4_100, 1, 1, Event::Failed { why: "no connection".into() })
+    };
+    let unlock = |outcome| Tale::default().granted(3_000, 1, 1).gave(4_000, 1, 1, outcome);
+    let all: [&dyn Fn() -> Tale; 4] = [&unknown, &failed, &|| unlock("unknown"), &|| unlock("the server refused")];
+    for tale in all {
+        tale().breaks(&[Rule::Lie]);
+        tale().fault(3_900, 4_050, "replies held", Some(2)).breaks(&[Rule::Lie]);
+        tale().fault(4_200, 4_250, "replies held", Some(1)).breaks(&[Rule::Lie]);
+        tale().fault(100, 900, "replies held", Some(1)).breaks(&[Rule::Lie]);
+        tale().fault(3_900, 4_050, "replies held", Some(1)).breaks(&[]);
+        tale().fault(100, 1_100, "CLIENT KILL", None).breaks(&[]);
+    }
+    // The future of a `run` was stopped because of the loss.
+    unknown().line(4_050, 1, 1, Event::Lost { reason: "Gone".into() }).breaks(&[]);
 }

@@ -100,7 +100,7 @@ fn who_is_seen_to_have_the_lock_after_a_force_unlock_was_not_its_victim() {
 #[test]
 fn what_was_forced_may_run_on_count_wrongly_and_write_too_much_for_a_while() {
     let run = |last: Nanos| {
-        let run = Event::Invoked { lock: 0, owner: owner(1), how: "run".into(), lease: 2_000 * MS };
+        let run = Event::Invoked { lock: 0, owner: owner(1), how: "run".into(), lease: 2_000 * MS, renewed: false };
         let tale = Tale::default().line(95, 1, 1, run).line(100, 1, 1, Event::Granted { remaining: 0 });
         let tale = [150, 1_030, last].into_iter().fold(tale, |tale, at| tale.line(at, 1, 1, Event::Worked));
         let tale = tale.lost(last + 1, 1).line(last + 1, 1, 1, Event::Unknown { why: "lost".into() });
@@ -140,7 +140,7 @@ fn a_force_unlock_is_a_reason_to_lose() {
 fn an_old_lease_is_no_reason_not_to_know() {
     // The holder had the lock for 20 s once, and gave it back; then for two seconds, again and again.
     let tale = |gave: Nanos| {
-        let long = Event::Invoked { lock: 0, owner: owner(1), how: "lock".into(), lease: 20_000 * MS };
+        let long = Event::Invoked { lock: 0, owner: owner(1), how: "lock".into(), lease: 20_000 * MS, renewed: false };
         let tale = Tale::default().line(10, 1, 9, long).line(15, 1, 9, Event::Granted { remaining: 19_000 * MS });
         let tale = tale.gave(gave, 1, 9, "ok").granted(100, 1, 1).forced(1_000, 1_010, "freed");
         let tale = (500..8_000).step_by(500).fold(tale, |tale, at| tale.sure(at, 1, at + 1_500));
@@ -172,4 +172,18 @@ fn a_force_unlock_says_what_it_did() {
     let freed = Tale::default().granted(100, 1, 1).lost(1_005, 1).gave(1_015, 1, 1, "lost").server(0, 90, &[]);
     freed.server(100, 1_000, &[(1, 1)]).server(1_010, 4_000, &[]).forced(1_000, 1_010, "freed").breaks(&[]);
     Tale::default().forced(1_000, 1_010, "free").server(0, 4_000, &[]).breaks(&[]);
+}
+
+#[test]
+fn a_force_unlock_is_told_with_the_next_renewal() {
+    // A third of the lease after the force unlock is 1677.
+    let tale = |told| {
+        let tale = Tale::default().granted(100, 1, 1).renewed().forced(1_000, 1_010, "freed");
+        let tale = tale.granted(1_020, 2, 1).gave(2_900, 2, 1, "ok").server(1_030, 2_890, &[(2, 1)]);
+        tale.lost(told, 1).gave(told + 10, 1, 1, "lost")
+    };
+    tale(2_150).breaks(&[]);
+    tale(2_250).breaks(&[Rule::NotTold]);
+    tale(2_250).fault(1_200, 1_700, "replies held", Some(1)).breaks(&[]);
+    tale(2_250).fault(1_200, 1_700, "replies held", Some(2)).breaks(&[Rule::NotTold]);
 }

@@ -28,6 +28,16 @@ impl Tale {
         self.invoked(at - 5, process, attempt).line(at, process, attempt, granted)
     }
 
+    /// The leases that were asked for until now are renewed.
+    pub fn renewed(mut self) -> Self {
+        for line in &mut self.0.lines {
+            if let Event::Invoked { renewed, .. } = &mut line.event {
+                *renewed = true;
+            }
+        }
+        self
+    }
+
     /// An unlock.
     pub fn gave(self, at: Nanos, process: u64, attempt: u64, outcome: &str) -> Self {
         self.line(at, process, attempt, Event::Giving { how: "unlock".into() }).line(
@@ -75,7 +85,7 @@ impl Tale {
 }
 
 fn invoked(process: u64) -> Event {
-    Event::Invoked { lock: 0, owner: owner(process), how: "lock".into(), lease: 2_000 * MS }
+    Event::Invoked { lock: 0, owner: owner(process), how: "lock".into(), lease: 2_000 * MS, renewed: false }
 }
 
 pub fn owner(process: u64) -> String {

@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 
 use super::attempts::{Attempt, Loss, Story};
-use super::forced::excuses;
+use super::forced::{FELT, excuses};
 use super::history::{Event, History, MS, Nanos};
 use super::judge::{Rule, Violation, name};
 
-/// For how long there must have been no fault, if every renewal is to have had its reply.
-const CALM: Nanos = 5_000 * MS;
+/// For how long there must have been no fault, beside one lease, if every renewal is to have had its reply.
+const CALM: Nanos = 1_000 * MS;
 
 /// What a lease that was not renewed in time has left on the server at most: its margin, and what a busy machine takes.
 const UNPROVED: Nanos = 1_000 * MS;
@@ -59,6 +59,10 @@ pub fn words(story: &Story, found: &mut Vec<Violation>) {
     for attempt in &story.attempts {
         if let Some(at) = false_loss(story, attempt).filter(|at| !freed_here(story, attempt, *at)) {
             let what = format!("lock {}: {} was told to be lost, and the server had it", attempt.lock, name(attempt));
+            found.push(Violation::new(Rule::Lie, at, what).unless(excuses(story, attempt, at, at)));
+        }
+        for (at, why) in without_cause(story, attempt) {
+            let what = format!("lock {}: {} met no fault, and was told: {why}", attempt.lock, name(attempt));
             found.push(Violation::new(Rule::Lie, at, what).unless(excuses(story, attempt, at, at)));
         }
         if let Some(at) = contended_by_nobody(story, attempt) {
@@ -117,6 +121,8 @@ fn false_loss(story: &Story, attempt: &Attempt) -> Option<Nanos> {
     let goes_on_until = server_has_it_until(story, attempt, asked, at);
     let had = goes_on_until.is_some_and(|until| until > at);
     let false_loss = match by_clock {
+        // Nothing kept the renewals from the server, nor their replies from the holder.
+        Some(true) if attempt.renewed => claimed || calm(story, attempt, at),
         Some(true) => claimed || (calm(story, attempt, at) && goes_on_until.is_some_and(|until| until > at + UNPROVED)),
         Some(false) => had,
         None => claimed && had,
@@ -163,7 +169,20 @@ fn may_have_been_gone(story: &Story, attempt: &Attempt, told: Nanos) -> bool {
 }
 
 fn calm(story: &Story, attempt: &Attempt, at: Nanos) -> bool {
-    !story.faults_of(attempt.process).any(|fault| fault.from <= at && fault.to + CALM >= at)
+    let since = if attempt.renewed { at.saturating_sub(attempt.lease) } else { attempt.invoked };
+    !story.faults_of(attempt.process).any(|fault| fault.from <= at && fault.to + CALM >= since)
+}
+
+/// When something was told to have failed, or not to be known, although nothing was wrong.
+fn without_cause<'s>(story: &'s Story, attempt: &'s Attempt) -> impl Iterator<Item = (Nanos, &'s str)> {
+    let acquire = attempt.error.as_ref().map(|(at, why)| (attempt.invoked, *at, why));
+    let release = attempt.gave.as_ref().map(|(at, outcome)| (attempt.giving.unwrap_or(*at), *at, outcome));
+    let release = release.filter(|(.., outcome)| *outcome != "ok" && *outcome != "lost");
+    let calm = |since: Nanos, at: Nanos| {
+        !story.faults_of(attempt.process).any(|fault| fault.from <= at && fault.to + FELT >= since)
+    };
+    let all = acquire.into_iter().chain(release);
+    all.filter(move |(since, at, _)| attempt.lost.is_none() && calm(*since, *at)).map(|(_, at, why)| (at, &**why))
 }
 
 /// When an acquire was told that somebody else holds the lock, although nobody else had to do with it.
