@@ -128,8 +128,8 @@ fn what_is_not_known_has_time_to_settle_after_the_faults() {
     let tale = || {
         Tale::default().invoked(100, 1, 1).line(200, 1, 1, unknown.clone()).fault(50, 4_000, "requests held", Some(1))
     };
-    tale().server(5_900, 5_910, &[(1, 1)]).breaks(&[]);
-    tale().server(6_100, 6_110, &[(1, 1)]).breaks(&[Rule::Leak]);
+    tale().server(4_900, 4_910, &[(1, 1)]).breaks(&[]);
+    tale().server(5_100, 5_110, &[(1, 1)]).breaks(&[Rule::Leak]);
     // A caller that went away, with no fault.
     let left = || Tale::default().invoked(100, 1, 1).line(200, 1, 1, Event::Cancelled);
     left().server(2_300, 2_310, &[(1, 1)]).breaks(&[Rule::Leak]);
