@@ -72,7 +72,8 @@ pub fn force_unlocks(story: &Story, found: &mut Vec<Violation>) {
                 let sure =
                     |holder: &&Attempt| holder.sure().is_some_and(|(from, to)| from < force.from && force.to < to);
                 let holder = of_lock.find(sure);
-                holder.map(|holder| ("free", holder, excuses(story, holder, force.from, force.to)))
+                // Another force unlock that began later may have come before it.
+                holder.map(|holder| ("free", holder, excuses(story, holder, force.to, force.to)))
             }
             None => None,
         };

@@ -168,6 +168,13 @@ fn a_force_unlock_says_what_it_did() {
     // It had been freed before, by another.
     let before = tale("free").line(500, 8, 7, Event::Forcing { lock: 0 });
     before.line(510, 8, 7, Event::Forced { outcome: "freed".into() }).server(100, 490, &[(1, 1)]).breaks(&[]);
+    // Or at the same time, and after it.
+    let both = |from| {
+        let both = tale("free").line(from, 8, 7, Event::Forcing { lock: 0 });
+        both.line(from + 2, 8, 7, Event::Forced { outcome: "freed".into() }).server(100, 990, &[(1, 1)])
+    };
+    both(1_005).breaks(&[]);
+    both(1_015).breaks(&[Rule::Lie]);
     // Somebody was there before, and was freed; nobody was there.
     let freed = Tale::default().granted(100, 1, 1).lost(1_005, 1).gave(1_015, 1, 1, "lost").server(0, 90, &[]);
     freed.server(100, 1_000, &[(1, 1)]).server(1_010, 4_000, &[]).forced(1_000, 1_010, "freed").breaks(&[]);
