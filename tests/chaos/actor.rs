@@ -46,7 +46,7 @@ impl Actor {
     pub async fn act(mut self, end: Nanos) {
         while now() < end {
             let want = self.want();
-            if self.random.random_bool(0.01) {
+            if self.random.random_bool(0.02) {
                 self.force(want.lock).await;
             } else if self.random.random_bool(0.25) {
                 self.run(want, end).await;
@@ -180,7 +180,9 @@ impl Actor {
         }
         let mut time = match self.random.random_range(0..40) {
             0..32 => self.up_to(6),
-            32..38 => self.up_to(60),
+            // Holds that are renewed are long more often: they are whom a force unlock has to find.
+            32..34 => self.up_to(60),
+            34..38 if want.lease.is_some() => self.up_to(60),
             _ => Duration::from_millis(300) + self.up_to(2_200),
         };
         if now() >= end {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::attempts::Story;
+use super::attempts::{Attempt, Story};
 use super::history::{Event, History, Nanos};
 use super::run::Verdict;
 
@@ -64,6 +64,8 @@ impl Figures {
         let forced = count(|event| matches!(event, Event::Forced { outcome } if outcome == "freed"));
         row("locks freed by force", forced.to_string());
         row("losses told", story.attempts.iter().filter(|attempt| attempt.lost.is_some()).count().to_string());
+        let by_server = |attempt: &&Attempt| attempt.lost.as_ref().is_some_and(|lost| !lost.expired);
+        row("of them by the server's word", story.attempts.iter().filter(by_server).count().to_string());
         let acquires = count(|event| matches!(event, Event::Unknown { .. }));
         let unlocks = count(|event| matches!(event, Event::Gave { outcome } if outcome == "unknown"));
         let forces = count(|event| matches!(event, Event::Forced { outcome } if outcome == "unknown"));
