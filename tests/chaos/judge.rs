@@ -24,7 +24,7 @@
 //!
 //! **Truth.** The server never has more holds of an owner than attempts of that owner that may be there: not one that was
 //! told to have failed, or to be given back, not for a moment; one whose end is not known until its process has been
-//! without a fault for two seconds, or, if its user may not have had the right to run scripts, until its lease is over.
+//! without a fault for a second, or, if its user may not have had the right to run scripts, until its lease is over.
 //! No key is without an expiry. The counts that are told are right. No unlock succeeds after the loss was told, and
 //! nobody is sure after it. A loss by the holder's clock never comes before the time that was told to be sure, and, where
 //! there was no fault, not while the server's lease goes on for long; any other loss never comes while the server has the

@@ -95,7 +95,7 @@ fn a_run_that_goes_on_after_a_rivals_grant_is_found() {
         let tale = steps.iter().fold(tale, |tale, at| tale.line(*at, 1, 1, Event::Worked));
         let lost = Event::Lost { reason: "Expired".into() };
         let told = steps.last().map_or(0, |last| last + 20);
-        let tale = tale.line(told, 1, 1, lost).line(told, 1, 1, Event::Unknown { why: "lost".into() });
+        let tale = tale.line(told, 1, 1, lost).line(told, 1, 1, Event::TakenBack { why: "lost".into() });
         tale.granted(2_200, 2, 1).gave(2_300, 2, 1, "ok")
     };
     // The step at 2201 was begun before the grant.

@@ -103,7 +103,7 @@ fn what_was_forced_may_run_on_count_wrongly_and_write_too_much_for_a_while() {
         let run = Event::Invoked { lock: 0, owner: owner(1), how: "run".into(), lease: 2_000 * MS, renewed: false };
         let tale = Tale::default().line(95, 1, 1, run).line(100, 1, 1, Event::Granted { remaining: 0 });
         let tale = [150, 1_030, last].into_iter().fold(tale, |tale, at| tale.line(at, 1, 1, Event::Worked));
-        let tale = tale.lost(last + 1, 1).line(last + 1, 1, 1, Event::Unknown { why: "lost".into() });
+        let tale = tale.lost(last + 1, 1).line(last + 1, 1, 1, Event::TakenBack { why: "lost".into() });
         tale.granted(1_020, 2, 1).gave(1_100, 2, 1, "ok")
     };
     run(1_400).breaks(&[Rule::NotStopped]);
