@@ -139,8 +139,8 @@ impl ReentrantLock {
     /// Whether anybody holds the lock.
     ///
     /// # Errors
-    /// [`Error::InvalidName`], [`Error::Connection`], [`Error::Timeout`] with [`Step::Inspect`] (the server did not
-    /// answer), [`Error::Server`], [`Error::Closed`].
+    /// [`Error::InvalidName`], [`Error::Connection`], [`Error::Timeout`] with
+    /// [`Step::Inspect`](crate::Step::Inspect) (the server did not answer), [`Error::Server`], [`Error::Closed`].
     ///
     /// # Cancel safety
     /// It changes nothing, so it may be dropped at any time.
@@ -212,7 +212,8 @@ impl ReentrantLock {
     /// # Errors
     /// * [`Error::Server`]: the key holds another type; it stays.
     /// * [`Error::Unknown`]: a reply was lost; the lock may have been freed by this call. It is safe to ask again.
-    /// * [`Error::Timeout`] with [`Step::Inspect`] or [`Step::EarlierOperation`]: nothing was freed.
+    /// * [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect) or
+    ///   [`Step::EarlierOperation`](crate::Step::EarlierOperation): nothing was freed.
     /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`].
     ///
     /// # Cancel safety
