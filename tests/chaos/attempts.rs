@@ -1,6 +1,7 @@
 //! The events of a history, put together again: what became of each attempt to hold a lock.
 
 use std::collections::HashMap;
+use std::sync::OnceLock;
 
 use super::forced::Force;
 use super::history::{Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, slot_of};
@@ -11,6 +12,8 @@ pub const SETTLED: Nanos = 1_000 * MS;
 /// One attempt to hold a lock, and what became of it.
 #[derive(Debug, Clone, Default)]
 pub struct Attempt {
+    /// Found once: many rules ask for it.
+    may_hold_until: OnceLock<Nanos>,
     pub process: u64,
     pub lock: usize,
     pub owner: String,
@@ -152,6 +155,10 @@ impl<'a> Story<'a> {
 
     /// Until when an attempt may have a hold on the server. Never is `Nanos::MAX`.
     pub fn may_hold_until(&self, attempt: &Attempt) -> Nanos {
+        *attempt.may_hold_until.get_or_init(|| self.find_may_hold_until(attempt))
+    }
+
+    fn find_may_hold_until(&self, attempt: &Attempt) -> Nanos {
         let unclear_since = match (attempt.ended, &attempt.gave, attempt.giving) {
             (Some((at, true)), ..) => return at,
             // A `run` brings its result even where its release is still on its way.
