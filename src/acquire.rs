@@ -96,12 +96,9 @@ impl Waiter {
         // No time to wait: one question, past any queue.
         let mut at_once = self.ends == Some(self.begun);
         loop {
-            let in_flight = match at_once {
-                true => None,
-                false => match self.wait_for_turn().await? {
-                    Next::Try(in_flight) => in_flight,
-                    Next::GiveUp => return Ok(self.contended()),
-                },
+            let next = if at_once { Next::Try(None) } else { self.wait_for_turn().await? };
+            let Next::Try(in_flight) = next else {
+                return Ok(self.contended());
             };
             let patience = in_flight.as_ref().map_or(Ok(self.patience), |in_flight| self.patience_left(in_flight))?;
             self.asked = true;

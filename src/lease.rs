@@ -71,7 +71,7 @@ pub(crate) struct Held {
     id: u64,
     mode: Mode,
     task: TaskId,
-    /// Whether a guard stands for it, or stood.
+    /// Whether it is a guard's, and has not been forgotten.
     pub(crate) guarded: bool,
     /// Keeps the entry of a hold that no guard stands for.
     forgotten: Option<EntryRef>,

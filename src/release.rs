@@ -199,8 +199,8 @@ async fn release(
                 let ends = lease.put_back(leaving.hold, entry.clone());
                 if last {
                     core.holds.insert(&lease);
+                    core.holds.schedule(&lease, ends);
                 }
-                core.holds.schedule(&lease, ends);
             } else if last && !ident.holder.is_private() {
                 core.holds.schedule(&lease, lease.keep(entry.clone()));
             }
@@ -247,14 +247,13 @@ async fn told_to_leave(
     moot: Instant,
 ) -> Result<Told, Failure> {
     let mut repeated = false;
-    *entry.turns.refusal.lock() = None;
     let grace = core.config.retry_timeout;
     let mut patience = Patience::new(moot.saturating_duration_since(Instant::now()) + grace);
-    loop {
+    let outcome = loop {
         let sent = Instant::now();
         let reply = core.link.call(entry.kind.release(&entry.ident, leave, lease)).await;
         let failure = match reply.and_then(|reply| entry.kind.released(reply)) {
-            Ok(released) => return Ok(Told { released, repeated, sent }),
+            Ok(released) => break Ok(Told { released, repeated, sent }),
             Err(failure) => failure,
         };
         repeated |= matches!(failure, Failure::Unknown(_));
@@ -262,7 +261,7 @@ async fn told_to_leave(
             *entry.turns.refusal.lock() = Some(message.clone());
         }
         if !failure.is_passing() || !patience.pause().await {
-            return Err(match failure {
+            break Err(match failure {
                 Failure::NotSent(detail) if repeated => Failure::Unknown(detail),
                 Failure::Server(message) if repeated && !message.starts_with("WRONGTYPE") => {
                     Failure::Unknown(format!("a repeat was refused: {message}"))
@@ -270,7 +269,10 @@ async fn told_to_leave(
                 failure => failure,
             });
         }
-    }
+    };
+    // It is no answer to the next one.
+    *entry.turns.refusal.lock() = None;
+    outcome
 }
 
 /// Makes sure, in the background, that a lost lease leaves nothing on the server, before its holder's next operation.

@@ -145,3 +145,30 @@ async fn an_unlock_that_was_refused_can_be_repeated_by_a_private_holder() {
 async fn an_unlock_that_was_refused_can_be_repeated_by_a_holder_with_a_given_id() {
     repeated(Holder::from_thread_id(7).unwrap()).await;
 }
+
+/// What the refused unlock leaves is not renewed, but the guard beside it is.
+#[tokio::test]
+async fn an_unlock_that_was_refused_stops_no_renewal_of_the_guard_beside_it() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::builder().watchdog_timeout(ms(1_500)).connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let name = lock.name().unwrap();
+    Holder::scope(async {
+        let guard = lock.lock().await.unwrap();
+        lock.lock().await.unwrap().forget();
+        let mut rights =
+            |hset: &str| redis::cmd("ACL").arg(&["SETUSER", "default", hset]).query::<()>(&mut redis).unwrap();
+        rights("-hset");
+        let told = lock.unlock().await;
+        assert!(matches!(told, Err(Error::Server { .. })), "{told:?}");
+        rights("+hset");
+        // Well beyond the end of what was proved then: that nothing is lost is no event.
+        sleep(ms(4_000)).await;
+        assert!(!guard.is_lost(), "the guard's lease was not renewed any more");
+        lock.unlock().await.unwrap();
+        guard.unlock().await.unwrap();
+    })
+    .await;
+    assert!(!exists(&mut redis, &name));
+}

@@ -56,7 +56,7 @@ pub(crate) async fn reconcile(
                     () = &mut stop => break,
                     () = pubsub.check() => {}
                 }
-                refusals.take().iter().filter(|name| wakeups.wants(name)).for_each(|name| wakeups.changed(name));
+                refusals.take().iter().for_each(|name| wakeups.changed(name));
                 continue;
             }
             name = changed.recv() => name,
