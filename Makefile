@@ -1,7 +1,7 @@
 # demo, test and bench need a Redis or Valkey server; .ci/with-redis finds or installs one.
 
 # Most tests wait for leases rather than compute: more of them at once than there are cores.
-export RUST_TEST_THREADS ?= 6
+export RUST_TEST_THREADS ?= 12
 
 .PHONY: help demo test chaos interop bench lint doc clean-cache
 
@@ -9,10 +9,10 @@ help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 demo: ## Run the flash-sale example (options: make demo ARGS="--help")
-	bash .ci/with-redis --url-is-enough cargo run --release --example flash_sale -- $(ARGS)
+	bash .ci/with-redis --url-is-enough cargo run --package redisson-lock-examples --bin flash_sale -- $(ARGS)
 
 test: ## Run all tests: unit, integration, examples and documentation (only some: make test ARGS=name)
-	bash .ci/with-redis cargo test $(ARGS)
+	bash .ci/with-redis bash .ci/test $(ARGS)
 
 chaos: ## Run random faults against several processes, and judge (CHAOS_SECONDS=6..86400 CHAOS_SEED=any)
 	CHAOS_SECONDS=$${CHAOS_SECONDS:-60} bash .ci/with-redis cargo test --test chaos -- --exact random_faults_break_no_promise --nocapture
@@ -21,7 +21,7 @@ interop: ## Run the scenarios side by side with every Redisson version (needs a 
 	bash .ci/with-redis bash .ci/interop
 
 bench: ## Run the benchmarks
-	bash .ci/with-redis --url-is-enough cargo bench
+	bash .ci/with-redis --url-is-enough cargo bench --package redisson-lock-bench
 
 lint: ## Check the formatting and run clippy; a warning is an error
 	bash .ci/lint

@@ -1,7 +1,7 @@
 //! One lock between two clients: how long a handover takes, and what a crowd gets.
 //!
-//! Each round of the handover measures one bare script round trip, too, so that a handover can be told in trips of the
-//! same run. The clients live in one process, and then in two.
+//! Each round of the handover measures one bare script round trip, too, so that a handover can be
+//! told in trips of the same run. The clients live in one process, and then in two.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -17,8 +17,6 @@ use criterion::Criterion;
 use redisson_lock::{LockClient, ReentrantLock};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::JoinSet;
-
-mod support;
 
 use support::server::{Server, unique};
 use support::{Fred, TRIVIAL, info, load, median, percentile, runtime, version};
@@ -43,11 +41,16 @@ fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     {
         let mut group = criterion.benchmark_group("handover");
-        group.sample_size(SAMPLES).warm_up_time(Duration::from_secs(1)).measurement_time(Duration::from_secs(10));
+        group
+            .sample_size(SAMPLES)
+            .warm_up_time(Duration::from_secs(1))
+            .measurement_time(Duration::from_secs(10));
         for place in [Place::OneProcess, Place::TwoProcesses] {
             let mut pair = Pair::new(&server, place);
             group.bench_function(place.name(), |bencher| {
-                bencher.iter_custom(|rounds| (0..rounds).map(|_| handover(&mut pair, &handovers)).sum());
+                bencher.iter_custom(|rounds| {
+                    (0..rounds).map(|_| handover(&mut pair, &handovers)).sum()
+                });
             });
             pair.end();
         }
@@ -57,7 +60,9 @@ fn main() {
     let measured = handovers.report();
     // A run that only tests is over.
     if measured {
-        println!("\n{CROWD} tasks in each of two clients on one lock, empty section, {CROWD_FOR:?}");
+        println!(
+            "\n{CROWD} tasks in each of two clients on one lock, empty section, {CROWD_FOR:?}"
+        );
         for place in [Place::OneProcess, Place::TwoProcesses] {
             crowd(&server, place);
         }
@@ -83,31 +88,32 @@ impl Place {
 ///
 /// From the call of unlock to the return of the other's lock: it waits already, and all is quiet.
 fn handover(pair: &mut Pair, handovers: &Handovers) -> Duration {
-    let [holder, waiter] = &pair.peers;
+    let [owner, waiter] = &pair.peers;
     if !pair.held {
-        holder.tell("lock");
-        holder.hear("locked");
+        owner.tell("lock");
+        owner.hear("locked");
         pair.held = true;
     }
     let calls = script_calls(&mut pair.watch);
     waiter.tell("lock");
     quiet(&mut pair.watch, calls);
-    holder.tell("trip");
-    let trip = holder.hear("trip");
+    owner.tell("trip");
+    let trip = owner.hear("trip");
     quiet(&mut pair.watch, calls);
-    holder.tell("unlock");
-    let unlocking = holder.hear("unlocking");
+    owner.tell("unlock");
+    let unlocking = owner.hear("unlocking");
     let locked = waiter.hear("locked");
-    holder.hear("unlocked");
+    owner.hear("unlocked");
     pair.peers.reverse();
-    // One clock serves all processes of a machine; a step back between the two readings is no measurement.
+    // One clock serves all processes of a machine; a step back between the two readings is no
+    // measurement.
     let took = Duration::from_nanos(locked.saturating_sub(unlocking));
     handovers.add(pair.place, trip as f64, took.as_nanos() as f64);
     took
 }
 
-/// Waits until nobody has sent anything for a while: a waiter that is still getting ready would be caught between two
-/// steps. Since `calls`, one script at least has to have come.
+/// Waits until nobody has sent anything for a while: a waiter that is still getting ready would be
+/// caught between two steps. Since `calls`, one script at least has to have come.
 fn quiet(watch: &mut redis::Connection, calls: u64) {
     const FOR: Duration = Duration::from_millis(2);
     let limit = Instant::now() + LIMIT;
@@ -115,7 +121,10 @@ fn quiet(watch: &mut redis::Connection, calls: u64) {
     let mut last = commands(watch);
     let mut since = Instant::now();
     while since.elapsed() < FOR || script_calls(watch) <= calls {
-        assert!(Instant::now() < limit, "the server is never quiet: do others use it?");
+        assert!(
+            Instant::now() < limit,
+            "the server is never quiet: do others use it?"
+        );
         thread::sleep(FOR / 8);
         let now = commands(watch);
         // Each look is a command itself, as is the one at the scripts' calls.
@@ -127,7 +136,10 @@ fn quiet(watch: &mut redis::Connection, calls: u64) {
 }
 
 fn script_calls(watch: &mut redis::Connection) -> u64 {
-    ["cmdstat_evalsha:calls=", "cmdstat_eval:calls="].iter().map(|name| info(watch, "commandstats", name)).sum()
+    ["cmdstat_evalsha:calls=", "cmdstat_eval:calls="]
+        .iter()
+        .map(|name| info(watch, "commandstats", name))
+        .sum()
 }
 
 /// The time of a trip and of the handover after it, in ns.
@@ -136,7 +148,12 @@ struct Handovers(Mutex<BTreeMap<Place, Vec<(f64, f64)>>>);
 
 impl Handovers {
     fn add(&self, place: Place, trip: f64, took: f64) {
-        self.0.lock().expect("no panic").entry(place).or_default().push((trip, took));
+        self.0
+            .lock()
+            .expect("no panic")
+            .entry(place)
+            .or_default()
+            .push((trip, took));
     }
 
     /// Prints what was measured; `false` if that was too little.
@@ -152,7 +169,11 @@ impl Handovers {
         for (place, rounds) in &*measured {
             let mut trips: Vec<f64> = rounds.iter().map(|round| round.0 / 1e3).collect();
             let mut took: Vec<f64> = rounds.iter().map(|round| round.1 / 1e3).collect();
-            let (trip, p50, p99) = (median(&mut trips), median(&mut took), percentile(&mut took, 0.99));
+            let (trip, p50, p99) = (
+                median(&mut trips),
+                median(&mut took),
+                percentile(&mut took, 0.99),
+            );
             println!(
                 "{:<28} {:>6} {trip:>12.1} {p50:>12.1} {p99:>12.1} {:>12.2} {:>12.2}",
                 place.name(),
@@ -215,7 +236,12 @@ impl Pair {
         peers.iter().for_each(|peer| {
             peer.hear("ready");
         });
-        Self { place, peers, watch, held: false }
+        Self {
+            place,
+            peers,
+            watch,
+            held: false,
+        }
     }
 
     fn end(self) {
@@ -229,7 +255,8 @@ impl Pair {
     }
 }
 
-/// One client of the lock, here or in a process of its own. It obeys words, and answers with a word and a number.
+/// One client of the lock, here or in a process of its own. It obeys words, and answers with a word
+/// and a number.
 struct Peer {
     words: UnboundedSender<String>,
     answers: mpsc::Receiver<(String, u64)>,
@@ -244,9 +271,17 @@ impl Peer {
         let (url, name, trivial) = (url.to_owned(), name.to_owned(), trivial.to_owned());
         runtime.spawn(async move {
             // Who asked may have gone away.
-            obey(&url, &name, &trivial, heard, move |word, number| drop(answer.send((word.to_owned(), number)))).await;
+            obey(&url, &name, &trivial, heard, move |word, number| {
+                drop(answer.send((word.to_owned(), number)))
+            })
+            .await;
         });
-        Self { words, answers, child: None, _runtime: Some(Arc::clone(runtime)) }
+        Self {
+            words,
+            answers,
+            child: None,
+            _runtime: Some(Arc::clone(runtime)),
+        }
     }
 
     fn process(url: &str, name: &str, trivial: &str) -> Self {
@@ -270,12 +305,20 @@ impl Peer {
         thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
                 let (word, number) = line.split_once(' ').expect("a word and a number");
-                if answer.send((word.to_owned(), number.parse().expect("a number"))).is_err() {
+                if answer
+                    .send((word.to_owned(), number.parse().expect("a number")))
+                    .is_err()
+                {
                     return;
                 }
             }
         });
-        Self { words, answers, child: Some(child), _runtime: None }
+        Self {
+            words,
+            answers,
+            child: Some(child),
+            _runtime: None,
+        }
     }
 
     fn tell(&self, word: &str) {
@@ -283,7 +326,10 @@ impl Peer {
     }
 
     fn hear(&self, expected: &str) -> u64 {
-        let (word, number) = self.answers.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("no answer: {expected}"));
+        let (word, number) = self
+            .answers
+            .recv_timeout(LIMIT)
+            .unwrap_or_else(|_| panic!("no answer: {expected}"));
         assert_eq!(word, expected);
         number
     }
@@ -335,7 +381,12 @@ async fn obey(
             }
             "unlock" => {
                 let unlocking = now();
-                guard.take().expect("held").unlock().await.expect("released");
+                guard
+                    .take()
+                    .expect("held")
+                    .unlock()
+                    .await
+                    .expect("released");
                 // Told afterwards, so that telling costs the release nothing.
                 answer("unlocking", unlocking);
                 answer("unlocked", 0);
@@ -381,6 +432,11 @@ async fn compete(lock: &ReentrantLock) -> Vec<u64> {
 
 /// The machine's clock, in ns.
 fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock that is set");
-    since.as_nanos().try_into().expect("a clock before the year 2500")
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .expect("a clock that is set");
+    since
+        .as_nanos()
+        .try_into()
+        .expect("a clock before the year 2500")
 }

@@ -1,7 +1,8 @@
 //! Lock and unlock without contention, beside two bare script round trips in the same run.
 //!
-//! Each sample of a contender is measured in short turns with one of each floor, in changing order, so that what
-//! disturbs the machine disturbs them alike. The ratios of such neighbours are printed at the end.
+//! Each sample of a contender is measured in short turns with one of each floor, in changing order,
+//! so that what disturbs the machine disturbs them alike. The ratios of such neighbours are printed
+//! at the end.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -13,8 +14,6 @@ use fred::types::Resp3Frame;
 use redisson_lock::LockClient;
 use tokio::sync::Barrier;
 use tokio::task::JoinSet;
-
-mod support;
 
 use support::server::{Server, unique};
 use support::{TRIVIAL, load, median, runtime, version};
@@ -37,7 +36,7 @@ enum Contender {
     LockUnlock,
     /// `run(async {})`.
     Run,
-    /// `lock().await` and `unlock().await` inside the holder's scope of the same lock.
+    /// `lock().await` and `unlock().await` inside the owner's scope of the same lock.
     Reentry,
 }
 
@@ -76,18 +75,29 @@ impl Bench {
             trivial: load(&mut connection, TRIVIAL),
             acquire: load(&mut connection, include_str!("../lua/v1/acquire.lua")),
             release: load(&mut connection, include_str!("../lua/v1/release.lua")),
-            client: LockClient::connect(&server.url()).await.expect("a lock client"),
-            names: (0..TASKS[TASKS.len() - 1]).map(|_| unique("bench")).collect(),
+            client: LockClient::connect(&server.url())
+                .await
+                .expect("a lock client"),
+            names: (0..TASKS[TASKS.len() - 1])
+                .map(|_| unique("bench"))
+                .collect(),
         }
     }
 }
 
-/// How long it took `tasks` tasks to do `pairs` pairs each, on locks of their own, at the same time.
+/// How long it took `tasks` tasks to do `pairs` pairs each, on locks of their own, at the same
+/// time.
 async fn measure(bench: &Arc<Bench>, contender: Contender, tasks: usize, pairs: u64) -> Duration {
     let gate = Arc::new(Barrier::new(tasks));
     let mut running = JoinSet::new();
     for at in 0..tasks {
-        running.spawn(task(Arc::clone(bench), contender, at, pairs, Arc::clone(&gate)));
+        running.spawn(task(
+            Arc::clone(bench),
+            contender,
+            at,
+            pairs,
+            Arc::clone(&gate),
+        ));
     }
     let spans = running.join_all().await;
     let begun = spans.iter().map(|span| span.0).min().expect("a task");
@@ -95,7 +105,8 @@ async fn measure(bench: &Arc<Bench>, contender: Contender, tasks: usize, pairs: 
     ended - begun
 }
 
-/// One task's part: gets ready, waits for the others at the gate, and tells when it began and ended.
+/// One task's part: gets ready, waits for the others at the gate, and tells when it began and
+/// ended.
 async fn task(
     bench: Arc<Bench>,
     contender: Contender,
@@ -138,7 +149,12 @@ async fn task(
         LockUnlock => {
             let begun = begin().await;
             for _ in 0..pairs {
-                lock.lock().await.expect("granted").unlock().await.expect("released");
+                lock.lock()
+                    .await
+                    .expect("granted")
+                    .unlock()
+                    .await
+                    .expect("released");
             }
             (begun, Instant::now())
         }
@@ -153,7 +169,12 @@ async fn task(
             let work = lock.run(async {
                 let begun = begin().await;
                 for _ in 0..pairs {
-                    lock.lock().await.expect("granted").unlock().await.expect("released");
+                    lock.lock()
+                        .await
+                        .expect("granted")
+                        .unlock()
+                        .await
+                        .expect("released");
                 }
                 (begun, Instant::now())
             });
@@ -164,10 +185,17 @@ async fn task(
 
 /// The key and the arguments of both lock scripts, in the order that their headers give.
 fn script_arguments(name: &str) -> (Bytes, Vec<Bytes>, Vec<Bytes>) {
-    let [ticket, owner, lease] = ["1", "6fa459ea-ee8a-4ca4-894e-db77e160355e:4", "30000"].map(Bytes::from);
+    let [ticket, owner, lease] =
+        ["1", "6fa459ea-ee8a-4ca4-894e-db77e160355e:4", "30000"].map(Bytes::from);
     let channel = Bytes::from(format!("redisson_lock__channel:{{{name}}}"));
     let [none, one] = ["0", "1"].map(Bytes::from);
-    let acquire = vec![ticket.clone(), owner.clone(), lease.clone(), none.clone(), one];
+    let acquire = vec![
+        ticket.clone(),
+        owner.clone(),
+        lease.clone(),
+        none.clone(),
+        one,
+    ];
     let release = vec![ticket, owner, channel, lease, none];
     (Bytes::copy_from_slice(name.as_bytes()), acquire, release)
 }
@@ -189,7 +217,13 @@ struct Sample {
 type Samples = Mutex<BTreeMap<(usize, Contender), Vec<Sample>>>;
 
 /// Measures a contender next to both floors, and tells its own time.
-async fn sample(bench: &Arc<Bench>, samples: &Samples, contender: Contender, tasks: usize, pairs: u64) -> Duration {
+async fn sample(
+    bench: &Arc<Bench>,
+    samples: &Samples,
+    contender: Contender,
+    tasks: usize,
+    pairs: u64,
+) -> Duration {
     let mut order = vec![Plain, Fred, contender];
     order.sort();
     order.dedup();
@@ -203,13 +237,27 @@ async fn sample(bench: &Arc<Bench>, samples: &Samples, contender: Contender, tas
         order.rotate_left(1);
     }
     let pair = |contender: Contender| times[&contender].as_secs_f64() / pairs as f64;
-    let sample = Sample { own: pair(contender), plain: pair(Plain), fred: pair(Fred) };
-    samples.lock().expect("no panic").entry((tasks, contender)).or_default().push(sample);
+    let sample = Sample {
+        own: pair(contender),
+        plain: pair(Plain),
+        fred: pair(Fred),
+    };
+    samples
+        .lock()
+        .expect("no panic")
+        .entry((tasks, contender))
+        .or_default()
+        .push(sample);
     times[&contender]
 }
 
 fn report(samples: &Samples) {
-    if samples.lock().expect("no panic").values().all(|samples| samples.len() < SAMPLES) {
+    if samples
+        .lock()
+        .expect("no panic")
+        .values()
+        .all(|samples| samples.len() < SAMPLES)
+    {
         return;
     }
     println!(
@@ -218,8 +266,16 @@ fn report(samples: &Samples) {
     );
     for ((tasks, contender), samples) in &*samples.lock().expect("no panic") {
         // Those before are the warm-up's; a run that only tests has no more than that.
-        let Some(samples) = samples.len().checked_sub(SAMPLES).map(|warm_up| &samples[warm_up..]) else { continue };
-        let of = |figure: fn(&Sample) -> f64| median(&mut samples.iter().map(figure).collect::<Vec<_>>());
+        let Some(samples) = samples
+            .len()
+            .checked_sub(SAMPLES)
+            .map(|warm_up| &samples[warm_up..])
+        else {
+            continue;
+        };
+        let of = |figure: fn(&Sample) -> f64| {
+            median(&mut samples.iter().map(figure).collect::<Vec<_>>())
+        };
         let own = of(|sample| sample.own);
         println!(
             "{:<40} {tasks:>5} {:>12.1} {:>12.0} {:>12.2} {:>12.2}",
@@ -260,5 +316,7 @@ fn main() {
     }
     criterion.final_summary();
     report(&samples);
-    runtime.block_on(bench.client.shutdown()).expect("an orderly end");
+    runtime
+        .block_on(bench.client.shutdown())
+        .expect("an orderly end");
 }

@@ -11,10 +11,10 @@ use crate::config::WaitTime;
 use crate::core::Core;
 use crate::error::{Error, Step};
 use crate::handoff::Handoff;
-use crate::holder::TaskId;
 use crate::holds::EntryRef;
 use crate::lease::Mode;
 use crate::locks::{Ident, Kind};
+use crate::owner::TaskId;
 use crate::release::Hold;
 use crate::retry::{LONGEST, Patience};
 use crate::wakeup::{self, InFlight, Pace, Place, Standing};
@@ -22,17 +22,17 @@ use crate::wakeup::{self, InFlight, Pace, Place, Standing};
 /// What came of waiting for a lock.
 pub(crate) enum Acquisition {
     Granted(Hold),
-    /// The wait time is over; the holder's lease had that long to go when it was last asked for.
+    /// The wait time is over; the owner's lease had that long to go when it was last asked for.
     Contended {
         waited: Duration,
         remaining_ttl: Option<Duration>,
     },
 }
 
-/// Acquires one hold for the holder in `ident`.
+/// Acquires one hold for the owner in `ident`.
 ///
-/// Dropping the future leaves nothing behind: a script that is under way is seen through in the background, and a
-/// hold that it brings is given back.
+/// Dropping the future leaves nothing behind: a script that is under way is seen through in the
+/// background, and a hold that it brings is given back.
 pub(crate) async fn acquire(
     core: Arc<Core>,
     kind: &'static dyn Kind,
@@ -44,16 +44,22 @@ pub(crate) async fn acquire(
     let begun = Instant::now();
     let (ends, patience) = match wait {
         WaitTime::Unlimited => (None, core.config.retry_timeout),
-        // Contention is waited out for the wait time; trouble with the server at least for one reply's time.
-        WaitTime::AtMost(wait) => {
-            (begun.checked_add(wait), wait.max(core.config.command_timeout).min(core.config.retry_timeout))
-        }
+        // Contention is waited out for the wait time; trouble with the server at least for one
+        // reply's time.
+        WaitTime::AtMost(wait) => (
+            begun.checked_add(wait),
+            wait.max(core.config.command_timeout)
+                .min(core.config.retry_timeout),
+        ),
     };
     let entry = core.entry(&ident, kind);
     let mut waiter = Waiter {
         core,
         entry,
-        wanted: Wanted { mode, task: TaskId::current() },
+        wanted: Wanted {
+            mode,
+            task: TaskId::current(),
+        },
         begun,
         ends,
         patience,
@@ -65,7 +71,11 @@ pub(crate) async fn acquire(
     };
     let outcome = waiter.run().await;
     if let Ok(Acquisition::Granted(_)) = &outcome {
-        waiter.core.wakeups.holder_granted(&ident.keys.channel, &ident.keys.name, ident.holder.thread_id());
+        waiter.core.wakeups.owner_granted(
+            &ident.keys.channel,
+            &ident.keys.name,
+            ident.owner.thread_id(),
+        );
     }
     outcome
 }
@@ -96,11 +106,17 @@ impl Waiter {
         // No time to wait: one question, past any queue.
         let mut at_once = self.ends == Some(self.begun);
         loop {
-            let next = if at_once { Next::Try(None) } else { self.wait_for_turn().await? };
+            let next = if at_once {
+                Next::Try(None)
+            } else {
+                self.wait_for_turn().await?
+            };
             let Next::Try(in_flight) = next else {
                 return Ok(self.contended());
             };
-            let patience = in_flight.as_ref().map_or(Ok(self.patience), |in_flight| self.patience_left(in_flight))?;
+            let patience = in_flight
+                .as_ref()
+                .map_or(Ok(self.patience), |in_flight| self.patience_left(in_flight))?;
             self.asked = true;
             at_once = match self.attempt(in_flight, patience).await? {
                 Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
@@ -108,7 +124,8 @@ impl Waiter {
                     self.remaining_ttl = ttl;
                     false
                 }
-                // However long ago its wait time was over: that somebody else holds the lock is not known.
+                // However long ago its wait time was over: that somebody else holds the lock is not
+                // known.
                 Attempt::Undone => {
                     self.undone()?;
                     true
@@ -121,17 +138,23 @@ impl Waiter {
     async fn wait_for_turn(&mut self) -> Result<Next, Error> {
         loop {
             if self.entry.live().is_some() {
-                // The holder has the lock: this is a re-entry, which waits for nobody.
+                // The owner has the lock: this is a re-entry, which waits for nobody.
                 return Ok(Next::Try(None));
             }
-            // However short the wait time: who is in front asks once. However many wake-ups: not after its end.
+            // However short the wait time: who is in front asks once. However many wake-ups: not
+            // after its end.
             if self.asked && self.is_over() {
                 return Ok(Next::GiveUp);
             }
             let Some(place) = &self.place else {
-                let Ident { keys, holder, .. } = &*self.entry.ident;
-                self.place = Some(self.core.wakeups.join(&keys.channel, &keys.name, holder.thread_id()));
-                // Look again: a grant to the holder that came before the place was taken has notified nobody.
+                let Ident { keys, owner, .. } = &*self.entry.ident;
+                self.place = Some(self.core.wakeups.join(
+                    &keys.channel,
+                    &keys.name,
+                    owner.thread_id(),
+                ));
+                // Look again: a grant to the owner that came before the place was taken has
+                // notified nobody.
                 continue;
             };
             let (until, standing) = match place.turn(self.pace()) {
@@ -142,7 +165,8 @@ impl Waiter {
             if !std::mem::replace(&mut self.warned, true) {
                 warn_of_self(&self.core, &self.entry.ident);
             }
-            // Only the one in front: a long hold is no reason for as many warnings as there are waiters.
+            // Only the one in front: a long hold is no reason for as many warnings as there are
+            // waiters.
             let long = self.begun.elapsed() > self.core.config.watchdog_timeout.duration();
             if long && standing == Standing::Front && !self.warned_of_own {
                 self.warned_of_own = warn_of_own(&self.core, &self.entry.ident, self.begun);
@@ -155,7 +179,10 @@ impl Waiter {
                 Some(_) => {
                     let ends = self.begun + self.patience;
                     if Instant::now() >= ends {
-                        return Err(Error::Timeout { step: Step::EarlierOperation, after: self.begun.elapsed() });
+                        return Err(Error::Timeout {
+                            step: Step::EarlierOperation,
+                            after: self.begun.elapsed(),
+                        });
                     }
                     if place.wants_answer() {
                         continue;
@@ -170,19 +197,28 @@ impl Waiter {
         }
     }
 
-    /// For how much longer trouble with the server is waited out: those in line do not begin anew, one after the other.
+    /// For how much longer trouble with the server is waited out: those in line do not begin anew,
+    /// one after the other.
     fn patience_left(&self, in_flight: &InFlight) -> Result<Duration, Error> {
         // Where nobody has asked for a while it may well be over.
-        let Some(silence) = in_flight.silence().filter(|silence| silence.until.elapsed() < LONGEST) else {
+        let Some(silence) = in_flight
+            .silence()
+            .filter(|silence| silence.until.elapsed() < LONGEST)
+        else {
             return Ok(self.patience);
         };
-        let lasted = silence.until.saturating_duration_since(silence.since.max(self.begun));
+        let lasted = silence
+            .until
+            .saturating_duration_since(silence.since.max(self.begun));
         match (self.patience.saturating_sub(lasted), silence.said) {
-            (Duration::ZERO, Some(message)) if !self.patience.is_zero() => {
-                Err(Error::Server { lock: Some(self.entry.ident.lock()), message })
-            }
+            (Duration::ZERO, Some(message)) if !self.patience.is_zero() => Err(Error::Server {
+                lock: Some(self.entry.ident.lock()),
+                message,
+            }),
             (Duration::ZERO, None) if !self.patience.is_zero() => Err(Error::Connection {
-                detail: format!("the server has answered no attempt for {lasted:?} (try again when it is back)"),
+                detail: format!(
+                    "the server has answered no attempt for {lasted:?} (try again when it is back)"
+                ),
             }),
             (left, _) => Ok(left),
         }
@@ -195,11 +231,18 @@ impl Waiter {
     fn pace(&self) -> Pace {
         let config = &self.core.config;
         // A call waits for a connection, and then for its reply.
-        Pace { recheck: spread(config.recheck_interval), grace: 2 * config.command_timeout + LONGEST }
+        Pace {
+            recheck: spread(config.recheck_interval),
+            grace: 2 * config.command_timeout + LONGEST,
+        }
     }
 
     /// Asks the server once, and again while it is in trouble that may pass.
-    async fn attempt(&self, in_flight: Option<InFlight>, patience: Duration) -> Result<Attempt, Error> {
+    async fn attempt(
+        &self,
+        in_flight: Option<InFlight>,
+        patience: Duration,
+    ) -> Result<Attempt, Error> {
         let begun = Arc::new(AtomicBool::new(false));
         // Gone with the caller, so that an attempt knows whether it was left behind.
         let caller = Arc::downgrade(&begun);
@@ -207,14 +250,21 @@ impl Waiter {
         let limit = patience.max(core.config.command_timeout);
         let attempt = async move {
             let Ok(turn) = timeout(limit, entry.turns.take()).await else {
-                return Err(Error::Timeout { step: Step::EarlierOperation, after: limit });
+                return Err(Error::Timeout {
+                    step: Step::EarlierOperation,
+                    after: limit,
+                });
             };
             match caller.upgrade() {
                 Some(begun) => begun.store(true, Ordering::Release),
                 None => return Ok(Attempt::Undone),
             }
             core.ensure_open()?;
-            let effort = Effort { patience: Patience::new(patience), caller, in_flight };
+            let effort = Effort {
+                patience: Patience::new(patience),
+                caller,
+                in_flight,
+            };
             attempt(core, entry, wanted, effort, turn).await
         };
         let attempt = Handoff::undoable(&self.core.background, &self.entry.turns, begun, attempt);
@@ -226,7 +276,7 @@ impl Waiter {
         self.core.ensure_open()?;
         tracing::warn!(
             lock = %self.entry.ident.lock(),
-            owner = %self.entry.ident.owner(),
+            owner = %self.entry.ident.owner_field(),
             "a request for a lock was not polled when its answer came, and asks again: a future that is not awaited any \
              more is best dropped, or spawned",
         );
@@ -234,7 +284,10 @@ impl Waiter {
     }
 
     fn contended(&self) -> Acquisition {
-        Acquisition::Contended { waited: self.begun.elapsed(), remaining_ttl: self.remaining_ttl }
+        Acquisition::Contended {
+            waited: self.begun.elapsed(),
+            remaining_ttl: self.remaining_ttl,
+        }
     }
 }
 
@@ -245,27 +298,29 @@ fn warn_of_self(core: &Core, ident: &Ident) {
     if let Some(lease) = own.iter().find(|lease| lease.taken_by(task)) {
         tracing::warn!(
             lock = %ident.lock(),
-            held_by = %lease.ident.owner(),
-            wanted_by = %ident.owner(),
-            "a task waits for a lock that it holds itself, under another holder: run the nested code in the holder's \
-             scope (lock.run(..), guard.run(..), Holder::scope(..)), or build the client with HolderPolicy::PerTask; if these \
+            held_by = %lease.ident.owner_field(),
+            wanted_by = %ident.owner_field(),
+            "a task waits for a lock that it holds itself, under another owner: run the nested code in the owner's \
+             scope (lock.run(..), guard.run(..), Owner::scope(..)), or build the client with OwnerPolicy::PerTask; if these \
              are branches of one join! that take turns, all is well",
         );
     }
 }
 
-/// Tells if the lock has been held by this client since before the long wait began: perhaps by somebody who waits for
-/// this very task.
+/// Tells if the lock has been held by this client since before the long wait began: perhaps by
+/// somebody who waits for this very task.
 fn warn_of_own(core: &Core, ident: &Ident, begun: Instant) -> bool {
     let own = core.holds.leases_of(&ident.keys.name);
-    let Some(lease) = own.iter().find(|lease| lease.began < begun) else { return false };
+    let Some(lease) = own.iter().find(|lease| lease.began < begun) else {
+        return false;
+    };
     tracing::warn!(
         lock = %ident.lock(),
-        held_by = %lease.ident.owner(),
-        wanted_by = %ident.owner(),
+        held_by = %lease.ident.owner_field(),
+        wanted_by = %ident.owner_field(),
         waited = ?begun.elapsed(),
-        "a long wait for a lock that this client holds itself, under another holder: if that holder waits for this one, \
-         neither will go on; carry the holder into spawned tasks with in_current_holder(), and lock again within \
+        "a long wait for a lock that this client holds itself, under another owner: if that owner waits for this one, \
+         neither will go on; carry the owner into spawned tasks with in_current_owner(), and lock again within \
          guard.run(..)",
     );
     true

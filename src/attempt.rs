@@ -9,11 +9,11 @@ use tokio::time::Instant;
 use crate::config::LeaseTime;
 use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
-use crate::holder::TaskId;
 use crate::holds::EntryRef;
 use crate::lease::{Lease, Mode, Proof};
 use crate::link::Failure;
 use crate::locks::{Acquired, Ident};
+use crate::owner::TaskId;
 use crate::release::{Hold, settle};
 use crate::retry::Patience;
 use crate::turn::Turn;
@@ -42,7 +42,8 @@ pub(crate) struct Effort {
 }
 
 impl Effort {
-    /// Whether to ask again after trouble that may pass. For a caller who went away nothing more is begun.
+    /// Whether to ask again after trouble that may pass. For a caller who went away nothing more is
+    /// begun.
     async fn again(&mut self) -> bool {
         if self.caller.strong_count() == 0 || !self.patience.pause().await {
             return false;
@@ -85,18 +86,22 @@ pub(crate) async fn attempt(
     let record = live.as_ref().and_then(|lease| lease.live_count());
     let mut before = match record {
         Some(count) => count,
-        None if !ident.holder.is_private() => count(&core, &entry, &mut effort).await?,
+        None if !ident.owner.is_private() => count(&core, &entry, &mut effort).await?,
         None => 0,
     };
     let mut target = next(ident, before)?;
     // What is to be left should the outcome stay unknown: what we know to be held besides.
     let mut leave = before;
     let mut unknown = false;
-    // Each correction takes in what the server says; more than a few mean that somebody else moves the count.
+    // Each correction takes in what the server says; more than a few mean that somebody else moves
+    // the count.
     let mut corrections = 0;
     let failure = loop {
         let sent = Instant::now();
-        let reply = core.link.call(entry.kind.acquire(ident, before, target, time)).await;
+        let reply = core
+            .link
+            .call(entry.kind.acquire(ident, before, target, time))
+            .await;
         match reply.and_then(|reply| entry.kind.acquired(reply)) {
             Ok(Acquired::Granted) => {
                 effort.answered(Outcome::Granted(sent + time.duration()));
@@ -104,9 +109,11 @@ pub(crate) async fn attempt(
             }
             Ok(Acquired::Held(ttl)) => {
                 lose(&core, live.take());
-                // A little later than the expiry, and never at once: an expiry is no reason to spin.
+                // A little later than the expiry, and never at once: an expiry is no reason to
+                // spin.
                 const FLOOR: Duration = Duration::from_millis(5);
-                let free_at = ttl.map(|ttl| Instant::now() + (ttl + Duration::from_millis(1)).max(FLOOR));
+                let free_at =
+                    ttl.map(|ttl| Instant::now() + (ttl + Duration::from_millis(1)).max(FLOOR));
                 effort.answered(Outcome::Held(free_at));
                 return Ok(Attempt::Held(ttl));
             }
@@ -116,15 +123,18 @@ pub(crate) async fn attempt(
                     // Our record says that we hold it, the server that we do not.
                     lose(&core, live.take());
                     (before, target, leave) = (0, 1, 0);
-                } else if !ident.holder.is_private() {
+                } else if !ident.owner.is_private() {
                     (before, target, leave) = (found, next(ident, found)?, found);
                 } else {
-                    // Nobody else can be this holder, so the record is right, and what is too much came from a
-                    // script of ours whose outcome was never known: the target goes over it.
+                    // Nobody else can be this owner, so the record is right, and what is too much
+                    // came from a script of ours whose outcome was never known: the target goes
+                    // over it.
                     before = found;
                 }
             }
-            Ok(Acquired::Other(found)) => break Failure::Server(format!("the hold count keeps changing, now {found}")),
+            Ok(Acquired::Other(found)) => {
+                break Failure::Server(format!("the hold count keeps changing, now {found}"));
+            }
             Err(failure) => {
                 unknown |= matches!(failure, Failure::Unknown(_));
                 effort.failed(&failure);
@@ -160,8 +170,8 @@ fn granted(
     let live = live.filter(|lease| lease.live_count().is_some());
     let is_new = live.is_none();
     let lease = live.unwrap_or_else(|| {
-        let base = if entry.ident.holder.is_private() {
-            // What a private holder finds on the server can only be its own.
+        let base = if entry.ident.owner.is_private() {
+            // What a private owner finds on the server can only be its own.
             0
         } else {
             // So it is with what an earlier possession, that was lost here first, has left there.
@@ -175,7 +185,8 @@ fn granted(
         entry.set_lease(Some(Arc::clone(&lease)));
         core.holds.insert(&lease);
     }
-    // A re-entry with a lease of its own does not extend the others', so it must not put off their renewal.
+    // A re-entry with a lease of its own does not extend the others', so it must not put off their
+    // renewal.
     if is_new || mode == Mode::Watchdog {
         crate::renewal::plan(&core, &lease, sent);
     }
@@ -185,7 +196,10 @@ fn granted(
     match hold.lease.lost() {
         None => Ok(Attempt::Granted(hold)),
         // The grant took longer to arrive than it was good for.
-        Some(reason) => Err(Error::Lost { lock: entry.ident.lock(), reason }),
+        Some(reason) => Err(Error::Lost {
+            lock: entry.ident.lock(),
+            reason,
+        }),
     }
 }
 
@@ -197,7 +211,7 @@ fn lose(core: &Arc<Core>, lease: Option<Arc<Lease>>) {
     }
 }
 
-/// Asks for the count of a holder that others may be as well.
+/// Asks for the count of a owner that others may be as well.
 async fn count(core: &Core, entry: &EntryRef, effort: &mut Effort) -> Result<i64, Error> {
     loop {
         let reply = core.link.call(entry.kind.count(&entry.ident)).await;
@@ -210,8 +224,11 @@ async fn count(core: &Core, entry: &EntryRef, effort: &mut Effort) -> Result<i64
 }
 
 fn next(ident: &Ident, count: i64) -> Result<i64, Error> {
-    count.checked_add(1).filter(|next| *next > 0).ok_or_else(|| Error::Server {
-        lock: Some(ident.lock()),
-        message: format!("the hold count is at its limit: {count}"),
-    })
+    count
+        .checked_add(1)
+        .filter(|next| *next > 0)
+        .ok_or_else(|| Error::Server {
+            lock: Some(ident.lock()),
+            message: format!("the hold count is at its limit: {count}"),
+        })
 }

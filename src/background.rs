@@ -34,8 +34,8 @@ struct Pending {
 pub(crate) struct Busy(Arc<Pending>);
 
 impl Background {
-    /// The sending side, and the worker to spawn. The worker ends when every sender is gone and its jobs are done, or
-    /// at once when it is told to stop.
+    /// The sending side, and the worker to spawn. The worker ends when every sender is gone and its
+    /// jobs are done, or at once when it is told to stop.
     ///
     /// What callers keep in their hands for longer than `round` it takes over.
     pub(crate) fn new(
@@ -44,8 +44,12 @@ impl Background {
         round: Duration,
     ) -> (Self, impl Future<Output = ()> + Send + 'static) {
         let (jobs, queue) = mpsc::unbounded_channel();
-        let background =
-            Self { jobs, pending: Arc::default(), with_callers: Arc::default(), in_hand: Arc::clone(&in_hand) };
+        let background = Self {
+            jobs,
+            pending: Arc::default(),
+            with_callers: Arc::default(),
+            in_hand: Arc::clone(&in_hand),
+        };
         let worker = async move {
             let stopped = async move {
                 if stop.wait_for(|stop| *stop).await.is_err() {
@@ -70,7 +74,9 @@ impl Background {
             job.await;
         };
         if self.jobs.send(job.boxed()).is_err() {
-            tracing::warn!("a release could not be finished: the client's runtime has ended; the lease will run out");
+            tracing::warn!(
+                "a release could not be finished: the client's runtime has ended; the lease will run out"
+            );
         }
     }
 
@@ -84,10 +90,13 @@ impl Background {
         Busy::new(&self.with_callers)
     }
 
-    /// Resolves when nothing is pending. What callers have in their hands is waited for that long: a caller may have
-    /// stopped to poll.
+    /// Resolves when nothing is pending. What callers have in their hands is waited for that long:
+    /// a caller may have stopped to poll.
     pub(crate) async fn drained(&self, callers: Duration) {
-        while tokio::time::timeout(callers, self.with_callers.none()).await.is_err() {
+        while tokio::time::timeout(callers, self.with_callers.none())
+            .await
+            .is_err()
+        {
             // Somebody is not polled, or the server does not answer.
             self.in_hand.take_over_all();
         }

@@ -13,10 +13,10 @@ use crate::background::Background;
 use crate::config::{Config, LeaseTime, bounded};
 use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
-use crate::holder::{ClientId, Holder, HolderPolicy};
 use crate::holds::Holds;
 use crate::link::{Event, Link, PubSub, Settings};
 use crate::locks::reentrant::ReentrantLock;
+use crate::owner::{ClientId, Owner, OwnerPolicy};
 use crate::script::catalog;
 use crate::turn::InHand;
 use crate::wakeup::{self, Wakeups, reconcile};
@@ -24,8 +24,9 @@ use crate::{renewal, retry};
 
 /// A connection to the server whose locks are shared, and the identity under which they are held.
 ///
-/// Cheap to clone; all clones are one client. One client for a process is enough: it has two connections, one for
-/// calls and one that listens for wake-ups, whatever the number of locks and waiters.
+/// Cheap to clone; all clones are one client. One client for a process is enough: it has two
+/// connections, one for calls and one that listens for wake-ups, whatever the number of locks and
+/// waiters.
 ///
 /// ```no_run
 /// # #[tokio::main] async fn main() -> Result<(), redisson_lock::Error> {
@@ -38,9 +39,10 @@ use crate::{renewal, retry};
 /// # Ok(()) }
 /// ```
 ///
-/// When the last clone, lock and guard are gone, the client finishes its pending releases and ends by itself;
-/// [`shutdown`](Self::shutdown) does that at a moment of your choice, and waits. Call it before the runtime ends: what is
-/// in the background then is not finished, and stays until its lease is over.
+/// When the last clone, lock and guard are gone, the client finishes its pending releases and ends
+/// by itself; [`shutdown`](Self::shutdown) does that at a moment of your choice, and waits. Call it
+/// before the runtime ends: what is in the background then is not finished, and stays until its
+/// lease is over.
 #[derive(Clone)]
 pub struct LockClient {
     core: Arc<Core>,
@@ -51,8 +53,10 @@ impl LockClient {
     /// Connects with the default settings to `redis://[user[:password]@]host[:port][/database]`.
     ///
     /// # Errors
-    /// * [`Error::InvalidConfig`]: the URL cannot be used. No message repeats it, as it may carry a password.
-    /// * [`Error::Connection`], [`Error::Timeout`] with [`Step::Connect`]: the server cannot be reached.
+    /// * [`Error::InvalidConfig`]: the URL cannot be used. No message repeats it, as it may carry a
+    ///   password.
+    /// * [`Error::Connection`], [`Error::Timeout`] with [`Step::Connect`]: the server cannot be
+    ///   reached.
     /// * [`Error::Server`]: the server refused the user or the password.
     ///
     /// # Cancel safety
@@ -68,8 +72,8 @@ impl LockClient {
 
     /// The reentrant lock of that name: 1 to [`MAX_NAME_LEN`](crate::MAX_NAME_LEN) bytes.
     ///
-    /// Nothing is sent, and nothing has to be cleaned up. A name that cannot be used is refused by the lock's first
-    /// operation.
+    /// Nothing is sent, and nothing has to be cleaned up. A name that cannot be used is refused by
+    /// the lock's first operation.
     #[must_use]
     pub fn lock(&self, name: impl AsRef<str>) -> ReentrantLock {
         ReentrantLock::new(Arc::clone(&self.core), name.as_ref())
@@ -81,34 +85,36 @@ impl LockClient {
         self.core.client_id
     }
 
-    /// The holder that an acquisition here and now would be by: the ambient one, or the task's own under
-    /// [`HolderPolicy::PerTask`]. `None` means a fresh one for each acquisition.
+    /// The owner that an acquisition here and now would be by: the ambient one, or the task's own
+    /// under [`OwnerPolicy::PerTask`]. `None` means a fresh one for each acquisition.
     #[must_use]
-    pub fn current_holder(&self) -> Option<Holder> {
-        self.core.config.holder_policy.current()
+    pub fn current_owner(&self) -> Option<Owner> {
+        self.core.config.owner_policy.current()
     }
 
-    /// How many releases in the background were given up: of guards that were dropped, or of acquires whose outcome stayed
-    /// unknown. Each is traced as a warning, too, and its lease runs out by itself.
+    /// How many releases in the background were given up: of guards that were dropped, or of
+    /// acquires whose outcome stayed unknown. Each is traced as a warning, too, and its lease runs
+    /// out by itself.
     #[must_use]
     pub fn failed_releases(&self) -> u64 {
         self.core.failed_releases.load(Ordering::Relaxed)
     }
 
-    /// Ends the client: waiters fail with [`Error::Closed`], pending releases are finished, holds that are still there
-    /// are lost with [`LostReason::Shutdown`] (their keys stay until their leases run out, so that nobody else gets in
-    /// while their code may still run), tasks end and connections are closed.
+    /// Ends the client: waiters fail with [`Error::Closed`], pending releases are finished, holds
+    /// that are still there are lost with [`LostReason::Shutdown`] (their keys stay until their
+    /// leases run out, so that nobody else gets in while their code may still run), tasks end and
+    /// connections are closed.
     ///
-    /// Calling it again does nothing. Futures of this client that nobody polls are waited for no longer than a reply may
-    /// take; what they have begun is finished without them.
+    /// Calling it again does nothing. Futures of this client that nobody polls are waited for no
+    /// longer than a reply may take; what they have begun is finished without them.
     ///
     /// # Errors
-    /// [`Error::Timeout`] with [`Step::Shutdown`]: releases were still unanswered after the retry timeout.
-    /// Everything is ended all the same; what was not released runs out with its lease.
+    /// [`Error::Timeout`] with [`Step::Shutdown`]: releases were still unanswered after the retry
+    /// timeout. Everything is ended all the same; what was not released runs out with its lease.
     ///
     /// # Cancel safety
-    /// Dropped half-way, the client is closed for callers, and its tasks end when the last handle to it is gone; it may
-    /// be called again.
+    /// Dropped half-way, the client is closed for callers, and its tasks end when the last handle
+    /// to it is gone; it may be called again.
     pub async fn shutdown(&self) -> Result<(), Error> {
         let core = &self.core;
         core.closed.store(true, Ordering::Release);
@@ -118,23 +124,33 @@ impl LockClient {
             renewal::tell_lost(core, &lease, reason, false);
         }
         let limit = core.config.patience();
-        let drained = tokio::time::timeout(limit, core.background.drained(core.config.command_timeout)).await;
+        let drained =
+            tokio::time::timeout(limit, core.background.drained(core.config.command_timeout)).await;
         core.stop.send_replace(true);
         let tasks = std::mem::take(&mut *self.tasks.lock());
         for mut task in tasks {
-            // They end by themselves when told to; a task that is stuck in a dead connection is cut off.
-            if tokio::time::timeout(Duration::from_secs(2), &mut task).await.is_err() {
+            // They end by themselves when told to; a task that is stuck in a dead connection is cut
+            // off.
+            if tokio::time::timeout(Duration::from_secs(2), &mut task)
+                .await
+                .is_err()
+            {
                 task.abort();
             }
         }
         core.link.close().await;
-        drained.map_err(|_| Error::Timeout { step: Step::Shutdown, after: limit })
+        drained.map_err(|_| Error::Timeout {
+            step: Step::Shutdown,
+            after: limit,
+        })
     }
 }
 
 impl fmt::Debug for LockClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LockClient").field("client_id", &self.core.client_id).finish_non_exhaustive()
+        f.debug_struct("LockClient")
+            .field("client_id", &self.core.client_id)
+            .finish_non_exhaustive()
     }
 }
 
@@ -144,7 +160,7 @@ impl fmt::Debug for LockClient {
 #[must_use = "settings do nothing until connect is called"]
 pub struct LockClientBuilder {
     client_id: Option<ClientId>,
-    holder_policy: HolderPolicy,
+    owner_policy: OwnerPolicy,
     watchdog_timeout: Option<Duration>,
     recheck_interval: Option<Duration>,
     retry_timeout: Option<Duration>,
@@ -154,10 +170,11 @@ pub struct LockClientBuilder {
 }
 
 impl LockClientBuilder {
-    /// The lease of a lock that is taken without one; it is renewed every third of it. Default 30 s; 50 ms to 3650 days.
+    /// The lease of a lock that is taken without one; it is renewed every third of it. Default 30
+    /// s; 50 ms to 3650 days.
     ///
-    /// It is how long others wait when this process dies, and how long this process may be cut off from the server
-    /// before its locks are lost (Redisson's `lockWatchdogTimeout`).
+    /// It is how long others wait when this process dies, and how long this process may be cut off
+    /// from the server before its locks are lost (Redisson's `lockWatchdogTimeout`).
     pub fn watchdog_timeout(mut self, timeout: Duration) -> Self {
         self.watchdog_timeout = Some(timeout);
         self
@@ -165,21 +182,24 @@ impl LockClientBuilder {
 
     /// Under whose id locks are held. Default: a fresh random one.
     ///
-    /// Handing over another client's id lets this one give back and re-enter that client's locks, with
-    /// [`Holder::from_thread_id`]. It is for handing over: never give one id to two clients that work at the same time.
-    /// Neither follows what the other does to a holder's count, so a release of one may take the other's hold.
+    /// Handing over another client's id lets this one give back and re-enter that client's locks,
+    /// with [`Owner::from_thread_id`]. It is for handing over: never give one id to two clients
+    /// that work at the same time. Neither follows what the other does to a owner's count, so a
+    /// release of one may take the other's hold.
     pub fn client_id(mut self, id: ClientId) -> Self {
         self.client_id = Some(id);
         self
     }
 
-    /// Whose hold an acquisition is outside any [`Holder`] scope. Default [`HolderPolicy::PerAcquisition`].
-    pub fn holder_policy(mut self, policy: HolderPolicy) -> Self {
-        self.holder_policy = policy;
+    /// Whose hold an acquisition is outside any [`Owner`] scope. Default
+    /// [`OwnerPolicy::PerAcquisition`].
+    pub fn owner_policy(mut self, policy: OwnerPolicy) -> Self {
+        self.owner_policy = policy;
         self
     }
 
-    /// How long a waiter sleeps at most before it asks again, should a wake-up be lost. Default 1 s; 10 ms to 1 h.
+    /// How long a waiter sleeps at most before it asks again, should a wake-up be lost. Default 1
+    /// s; 10 ms to 1 h.
     ///
     /// One question for each lock that is waited for in this process, however many wait for it.
     pub fn recheck_interval(mut self, interval: Duration) -> Self {
@@ -187,9 +207,11 @@ impl LockClientBuilder {
         self
     }
 
-    /// For how long an operation goes on trying while the server is in trouble. Default 10 s; 0 to 1 h.
+    /// For how long an operation goes on trying while the server is in trouble. Default 10 s; 0 to
+    /// 1 h.
     ///
-    /// The first answer is always waited for, as long as [`command_timeout`](Self::command_timeout) says.
+    /// The first answer is always waited for, as long as [`command_timeout`](Self::command_timeout)
+    /// says.
     pub fn retry_timeout(mut self, timeout: Duration) -> Self {
         self.retry_timeout = Some(timeout);
         self
@@ -201,14 +223,15 @@ impl LockClientBuilder {
         self
     }
 
-    /// For how long a reply may take before the connection is given up for a new one. Default 3 s, or a third of the
-    /// watchdog timeout if that is less; 10 ms to 1 h.
+    /// For how long a reply may take before the connection is given up for a new one. Default 3 s,
+    /// or a third of the watchdog timeout if that is less; 10 ms to 1 h.
     pub fn command_timeout(mut self, timeout: Duration) -> Self {
         self.command_timeout = Some(timeout);
         self
     }
 
-    /// How many locks one renewal script renews at most. Default 100 (Redisson's `lockWatchdogBatchSize`); 1 to 1000.
+    /// How many locks one renewal script renews at most. Default 100 (Redisson's
+    /// `lockWatchdogBatchSize`); 1 to 1000.
     pub fn renewal_batch_size(mut self, locks: usize) -> Self {
         self.renewal_batch_size = Some(locks);
         self
@@ -235,7 +258,10 @@ impl LockClientBuilder {
             Ok((link, PubSub::open(settings, events).await?))
         };
         let connected = tokio::time::timeout(limit, connecting).await;
-        let (link, pubsub) = connected.unwrap_or(Err(Error::Timeout { step: Step::Connect, after: limit }))?;
+        let (link, pubsub) = connected.unwrap_or(Err(Error::Timeout {
+            step: Step::Connect,
+            after: limit,
+        }))?;
 
         let (stop, stopped) = watch::channel(false);
         let in_hand = Arc::<InHand>::default();
@@ -268,13 +294,18 @@ impl LockClientBuilder {
                 link.close().await;
             }),
         ];
-        Ok(LockClient { core, tasks: Arc::new(Mutex::new(tasks)) })
+        Ok(LockClient {
+            core,
+            tasks: Arc::new(Mutex::new(tasks)),
+        })
     }
 
     fn config(&self) -> Result<Config, Error> {
         const HOUR: Duration = Duration::from_secs(3600);
         let default = Config::default();
-        let watchdog = self.watchdog_timeout.unwrap_or(default.watchdog_timeout.duration());
+        let watchdog = self
+            .watchdog_timeout
+            .unwrap_or(default.watchdog_timeout.duration());
         if watchdog < Duration::from_millis(50) {
             return Err(Error::InvalidConfig {
                 setting: "watchdog timeout",
@@ -298,7 +329,7 @@ impl LockClientBuilder {
         let ms = Duration::from_millis;
         Ok(Config {
             watchdog_timeout,
-            holder_policy: self.holder_policy,
+            owner_policy: self.owner_policy,
             recheck_interval: bounded(
                 "recheck interval",
                 self.recheck_interval.unwrap_or(default.recheck_interval),
@@ -319,7 +350,8 @@ impl LockClientBuilder {
             )?,
             command_timeout: bounded(
                 "command timeout",
-                self.command_timeout.unwrap_or(default.command_timeout.min((watchdog / 3).max(ms(10)))),
+                self.command_timeout
+                    .unwrap_or(default.command_timeout.min((watchdog / 3).max(ms(10)))),
                 ms(10)..=HOUR,
                 "10 ms to 1 h",
             )?,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::error::Error;
-use crate::holder::HolderPolicy;
+use crate::owner::OwnerPolicy;
 
 const LONGEST: Duration = Duration::from_secs(3650 * 24 * 60 * 60);
 
@@ -39,9 +39,10 @@ impl LeaseTime {
 
     /// For how long after a script was sent the lease counts as proved.
     ///
-    /// The server's expiry starts later, when the script runs, so all of the lease would do if clocks and timers
-    /// were perfect. The margin (a twentieth, at most half a second) is for clocks of unlike speed and for timers
-    /// that fire late: the holder has to hear of the loss before anybody else can have the lock.
+    /// The server's expiry starts later, when the script runs, so all of the lease would do if
+    /// clocks and timers were perfect. The margin (a twentieth, at most half a second) is for
+    /// clocks of unlike speed and for timers that fire late: the owner has to hear of the loss
+    /// before anybody else can have the lock.
     pub(crate) fn provable(self) -> Duration {
         let lease = self.duration();
         lease - (lease / 20).min(Duration::from_millis(500))
@@ -70,7 +71,7 @@ impl WaitTime {
 #[derive(Debug, Clone)]
 pub(crate) struct Config {
     pub(crate) watchdog_timeout: LeaseTime,
-    pub(crate) holder_policy: HolderPolicy,
+    pub(crate) owner_policy: OwnerPolicy,
     pub(crate) recheck_interval: Duration,
     pub(crate) retry_timeout: Duration,
     pub(crate) connect_timeout: Duration,
@@ -82,7 +83,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             watchdog_timeout: LeaseTime(30_000),
-            holder_policy: HolderPolicy::default(),
+            owner_policy: OwnerPolicy::default(),
             recheck_interval: Duration::from_secs(1),
             retry_timeout: Duration::from_secs(10),
             connect_timeout: Duration::from_secs(5),
@@ -109,7 +110,11 @@ pub(crate) fn bounded(
     if bounds.contains(&value) {
         Ok(value)
     } else {
-        Err(Error::InvalidConfig { setting, problem: format!("{value:?} is out of bounds"), allowed })
+        Err(Error::InvalidConfig {
+            setting,
+            problem: format!("{value:?} is out of bounds"),
+            allowed,
+        })
     }
 }
 
@@ -119,17 +124,36 @@ mod tests {
 
     #[test]
     fn leases_that_would_delete_the_key_or_overflow_are_refused() {
-        for lease in [Duration::ZERO, Duration::from_nanos(1), Duration::from_micros(999), Duration::MAX] {
-            assert!(matches!(LeaseTime::new(lease), Err(Error::InvalidLease { .. })), "{lease:?}");
+        for lease in [
+            Duration::ZERO,
+            Duration::from_nanos(1),
+            Duration::from_micros(999),
+            Duration::MAX,
+        ] {
+            assert!(
+                matches!(LeaseTime::new(lease), Err(Error::InvalidLease { .. })),
+                "{lease:?}"
+            );
         }
         assert!(LeaseTime::new(Duration::from_millis(i64::MAX as u64)).is_err());
-        assert_eq!(LeaseTime::new(Duration::from_micros(1_999)).unwrap().millis(), 1);
+        assert_eq!(
+            LeaseTime::new(Duration::from_micros(1_999))
+                .unwrap()
+                .millis(),
+            1
+        );
         assert_eq!(LeaseTime::new(LONGEST).unwrap().duration(), LONGEST);
     }
 
     #[test]
     fn a_lease_is_proved_for_less_than_it_lasts() {
-        for (lease, micros) in [(1, 950), (2, 1_900), (100, 95_000), (2_000, 1_900_000), (30_000, 29_500_000)] {
+        for (lease, micros) in [
+            (1, 950),
+            (2, 1_900),
+            (100, 95_000),
+            (2_000, 1_900_000),
+            (30_000, 29_500_000),
+        ] {
             let lease = LeaseTime::new(Duration::from_millis(lease)).unwrap();
             assert_eq!(lease.provable(), Duration::from_micros(micros));
         }
@@ -137,7 +161,13 @@ mod tests {
 
     #[test]
     fn waits_are_bounded() {
-        assert_eq!(WaitTime::new(Duration::ZERO), Ok(WaitTime::AtMost(Duration::ZERO)));
-        assert!(matches!(WaitTime::new(Duration::MAX), Err(Error::InvalidWait { .. })));
+        assert_eq!(
+            WaitTime::new(Duration::ZERO),
+            Ok(WaitTime::AtMost(Duration::ZERO))
+        );
+        assert!(matches!(
+            WaitTime::new(Duration::MAX),
+            Err(Error::InvalidWait { .. })
+        ));
     }
 }

@@ -9,15 +9,16 @@ use tokio::time::Instant;
 use crate::background::Background;
 use crate::config::Config;
 use crate::error::{Error, Step};
-use crate::holder::{ClientId, Holder};
 use crate::holds::{EntryRef, Holds};
 use crate::keys::Keys;
 use crate::link::{Call, Failure, Link, Reply};
 use crate::locks::{self, Ident, Kind};
+use crate::owner::{ClientId, Owner};
 use crate::retry::Patience;
 use crate::wakeup::Wakeups;
 
-/// The rooms of a client. Its tasks hold it weakly: when the last lock, guard and client are gone, they end.
+/// The rooms of a client. Its tasks hold it weakly: when the last lock, guard and client are gone,
+/// they end.
 pub(crate) struct Core {
     pub(crate) client_id: ClientId,
     pub(crate) config: Config,
@@ -34,22 +35,30 @@ pub(crate) struct Core {
 
 impl Core {
     pub(crate) fn ensure_open(&self) -> Result<(), Error> {
-        if self.closed.load(Ordering::Acquire) { Err(Error::Closed) } else { Ok(()) }
+        if self.closed.load(Ordering::Acquire) {
+            Err(Error::Closed)
+        } else {
+            Ok(())
+        }
     }
 
-    pub(crate) fn ident(&self, keys: &Keys, holder: Holder) -> Arc<Ident> {
-        Arc::new(Ident::new(keys.clone(), self.client_id, holder))
+    pub(crate) fn ident(&self, keys: &Keys, owner: Owner) -> Arc<Ident> {
+        Arc::new(Ident::new(keys.clone(), self.client_id, owner))
     }
 
     pub(crate) fn fresh_ident(&self, keys: &Keys) -> Arc<Ident> {
-        Arc::new(Ident { fresh: true, ..Ident::new(keys.clone(), self.client_id, Holder::new()) })
+        Arc::new(Ident {
+            fresh: true,
+            ..Ident::new(keys.clone(), self.client_id, Owner::new())
+        })
     }
 
     pub(crate) fn entry(&self, ident: &Arc<Ident>, kind: &'static dyn Kind) -> EntryRef {
         self.holds.entry(ident, kind)
     }
 
-    /// Makes a call that may be made any number of times, and asks again while the trouble may pass.
+    /// Makes a call that may be made any number of times, and asks again while the trouble may
+    /// pass.
     pub(crate) async fn ask(&self, call: Call, lock: &str, step: Step) -> Result<Asked, Error> {
         self.ensure_open()?;
         let begun = Instant::now();
@@ -68,9 +77,16 @@ impl Core {
             return Err(match failure {
                 // A question leaves nothing behind.
                 Failure::Unknown(_) | Failure::NotSent(_) if repeated && step == Step::Inspect => {
-                    Error::Timeout { step, after: begun.elapsed() }
+                    Error::Timeout {
+                        step,
+                        after: begun.elapsed(),
+                    }
                 }
-                failure => locks::error(failure, lock, (repeated && step != Step::Inspect).then_some(step)),
+                failure => locks::error(
+                    failure,
+                    lock,
+                    (repeated && step != Step::Inspect).then_some(step),
+                ),
             });
         }
     }

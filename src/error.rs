@@ -5,7 +5,8 @@ use std::time::Duration;
 
 /// Why an operation did not do what it was asked to.
 ///
-/// Contention is not an error of [`try_lock`](crate::ReentrantLock::try_lock): there it is the answer `None`.
+/// Contention is not an error of [`try_lock`](crate::ReentrantLock::try_lock): there it is the
+/// answer `None`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -43,24 +44,25 @@ pub enum Error {
         /// What would be taken.
         allowed: &'static str,
     },
-    /// The wait time ran out while somebody else held the lock. Nothing of ours is left on the server.
+    /// The wait time ran out while somebody else held the lock. Nothing of ours is left on the
+    /// server.
     ///
     /// Wait longer, or do without.
-    #[error("lock {lock:?} is held by another holder: gave up after {waited:?}{}; wait longer, or do without", remaining(*.remaining_ttl))]
+    #[error("lock {lock:?} is held by another owner: gave up after {waited:?}{}; wait longer, or do without", remaining(*.remaining_ttl))]
     Contended {
         /// The lock's name.
         lock: String,
         /// How long the caller waited.
         waited: Duration,
-        /// What the lock had left of its holder's lease when it was last tried, if that is known.
+        /// What the lock had left of its owner's lease when it was last tried, if that is known.
         remaining_ttl: Option<Duration>,
     },
-    /// A step took too long. Except for [`Step::Shutdown`], which ends all the same, it is certain that it left nothing
-    /// behind.
+    /// A step took too long. Except for [`Step::Shutdown`], which ends all the same, it is certain
+    /// that it left nothing behind.
     ///
-    /// For [`Step::Connect`]: is the server there, is the address right? For [`Step::Inspect`]: the server does not answer.
-    /// For [`Step::EarlierOperation`]: an earlier acquire or release on this lock, by the same holder or by a waiter that
-    /// went away, has not been answered yet.
+    /// For [`Step::Connect`]: is the server there, is the address right? For [`Step::Inspect`]: the
+    /// server does not answer. For [`Step::EarlierOperation`]: an earlier acquire or release on
+    /// this lock, by the same owner or by a waiter that went away, has not been answered yet.
     #[error("timed out after {after:?} in this step: {step}; {next}", next = step.after_timeout())]
     Timeout {
         /// Which step.
@@ -68,7 +70,8 @@ pub enum Error {
         /// How long it was given.
         after: Duration,
     },
-    /// The current holder does not hold the lock, or every hold that it has belongs to a guard: unlock the guard.
+    /// The current owner does not hold the lock, or every hold that it has belongs to a guard:
+    /// unlock the guard.
     #[error("lock {lock:?} cannot be unlocked here: {problem}")]
     NotHeld {
         /// The lock's name.
@@ -76,7 +79,8 @@ pub enum Error {
         /// Who was asked to give it back, and what to do.
         problem: String,
     },
-    /// The lock was held and is not held any more: what it guarded may have been done by others as well.
+    /// The lock was held and is not held any more: what it guarded may have been done by others as
+    /// well.
     ///
     /// Undo or check what was done since the lease was last known to be alive.
     #[error("lock {lock:?} was lost: {reason}; check or undo what was done under it")]
@@ -88,8 +92,9 @@ pub enum Error {
     },
     /// The server did not answer, so whether the step happened is not known.
     ///
-    /// It is settled in the background: what an acquire may have taken is given back, and a release goes on until
-    /// the server answers or the lease is over. Until then others may find the lock held.
+    /// It is settled in the background: what an acquire may have taken is given back, and a release
+    /// goes on until the server answers or the lease is over. Until then others may find the lock
+    /// held.
     #[error(
         "the outcome of this step on lock {lock:?} is not known: {step} ({detail}); it is being settled in the background"
     )]
@@ -138,7 +143,8 @@ pub enum Step {
     ForceUnlock,
     /// Asking about a lock.
     Inspect,
-    /// Waiting for an earlier operation on the same lock, of the same holder or of a waiter that went away.
+    /// Waiting for an earlier operation on the same lock, of the same owner or of a waiter that
+    /// went away.
     EarlierOperation,
     /// Finishing pending releases at shutdown.
     Shutdown,
@@ -149,7 +155,9 @@ impl Step {
     fn after_timeout(self) -> &'static str {
         match self {
             Step::Connect => "is the server running there, and is the address right?",
-            Step::Shutdown => "everything is ended, and what was not released runs out with its lease",
+            Step::Shutdown => {
+                "everything is ended, and what was not released runs out with its lease"
+            }
             _ => "the server does not answer, so try again later",
         }
     }
@@ -175,7 +183,8 @@ impl fmt::Display for Step {
 pub enum LostReason {
     /// The lease ran out, or could not be proved alive in time: no renewal was answered.
     Expired,
-    /// The server does not have the hold any more: the key expired, was deleted, evicted or force-unlocked.
+    /// The server does not have the hold any more: the key expired, was deleted, evicted or
+    /// force-unlocked.
     Gone,
     /// This client force-unlocked it.
     ForceUnlocked,
@@ -197,13 +206,16 @@ impl fmt::Display for LostReason {
 }
 
 fn remaining(ttl: Option<Duration>) -> String {
-    ttl.map(|ttl| format!(" (its lease had {ttl:?} left)")).unwrap_or_default()
+    ttl.map(|ttl| format!(" (its lease had {ttl:?} left)"))
+        .unwrap_or_default()
 }
 
 /// What to do about a refusal, where its code tells.
 fn hint(message: &str) -> &'static str {
     match message.split(' ').next().unwrap_or_default() {
-        "NOAUTH" | "WRONGPASS" => " (are user and password in the URL, redis://user:password@host, and right?)",
+        "NOAUTH" | "WRONGPASS" => {
+            " (are user and password in the URL, redis://user:password@host, and right?)"
+        }
         "NOPERM" => " (the user needs more rights, see ACL SETUSER)",
         "WRONGTYPE" => " (something else is stored under this name: choose another one)",
         "OOM" => " (the server is out of memory)",
@@ -213,5 +225,7 @@ fn hint(message: &str) -> &'static str {
 }
 
 fn about(lock: &Option<String>) -> String {
-    lock.as_ref().map(|lock| format!(" on lock {lock:?}")).unwrap_or_default()
+    lock.as_ref()
+        .map(|lock| format!(" on lock {lock:?}"))
+        .unwrap_or_default()
 }

@@ -17,11 +17,11 @@ use crate::turn::{TakeOver, Ticket, Turns};
 /// For how long a result that can be undone waits for a caller that has been woken for it.
 const UNCLAIMED: Duration = Duration::from_millis(500);
 
-/// An operation of a holder on a lock. If its caller drops it, it is finished in the background, and so it is if the
-/// caller takes long over it: it may have stopped to poll it.
+/// An operation of a owner on a lock. If its caller drops it, it is finished in the background, and
+/// so it is if the caller takes long over it: it may have stopped to poll it.
 ///
-/// What it resolves to must undo itself when it is dropped. It resolves to nothing if that has happened, because the
-/// caller did not come for it, or if the client has ended meanwhile.
+/// What it resolves to must undo itself when it is dropped. It resolves to nothing if that has
+/// happened, because the caller did not come for it, or if the client has ended meanwhile.
 pub(crate) struct Handoff<T: Send + 'static> {
     slot: Arc<Slot<T>>,
     /// Whether there is anything to be finished.
@@ -36,11 +36,17 @@ impl<T: Send + 'static> Handoff<T> {
         turns: &Arc<Turns>,
         future: impl Future<Output = T> + Send + 'static,
     ) -> Self {
-        Self::enter(background, turns, Arc::new(AtomicBool::new(true)), false, future.boxed())
+        Self::enter(
+            background,
+            turns,
+            Arc::new(AtomicBool::new(true)),
+            false,
+            future.boxed(),
+        )
     }
 
-    /// An operation that is given up without its caller as long as `begun` does not say that it has begun, and whose
-    /// result is undone if nobody comes for it.
+    /// An operation that is given up without its caller as long as `begun` does not say that it has
+    /// begun, and whose result is undone if nobody comes for it.
     pub(crate) fn undoable(
         background: &Background,
         turns: &Arc<Turns>,
@@ -57,10 +63,22 @@ impl<T: Send + 'static> Handoff<T> {
         undoable: bool,
         future: BoxFuture<'static, T>,
     ) -> Self {
-        let work = Work::Mine { future, caller: None, busy: background.with_caller() };
-        let slot = Arc::new(Slot { work: Mutex::new(work), background: background.clone(), undoable });
+        let work = Work::Mine {
+            future,
+            caller: None,
+            busy: background.with_caller(),
+        };
+        let slot = Arc::new(Slot {
+            work: Mutex::new(work),
+            background: background.clone(),
+            undoable,
+        });
         let weak: Weak<Slot<T>> = Arc::downgrade(&slot);
-        Self { slot, begun, _ticket: turns.enter(weak) }
+        Self {
+            slot,
+            begun,
+            _ticket: turns.enter(weak),
+        }
     }
 }
 
@@ -97,7 +115,9 @@ impl<T: Send + 'static> Drop for Handoff<T> {
         let work = replace(&mut *self.slot.work.lock(), Work::Over);
         if let Work::Mine { future, busy, .. } = work {
             if self.begun.load(Ordering::Acquire) {
-                self.slot.background.spawn(async move { drop(future.await) });
+                self.slot
+                    .background
+                    .spawn(async move { drop(future.await) });
             }
             // Counted all the time, here or there.
             drop(busy);
@@ -113,7 +133,11 @@ struct Slot<T> {
 
 enum Work<T> {
     /// The caller drives it.
-    Mine { future: BoxFuture<'static, T>, caller: Option<Waker>, busy: Busy },
+    Mine {
+        future: BoxFuture<'static, T>,
+        caller: Option<Waker>,
+        busy: Busy,
+    },
     /// The background drives it.
     Away { caller: Option<Waker> },
     /// The background has done it.
@@ -123,7 +147,8 @@ enum Work<T> {
 }
 
 impl<T: Send + 'static> Slot<T> {
-    /// Ends the work of the background, and wakes the caller. What a caller who has gone away leaves is dropped.
+    /// Ends the work of the background, and wakes the caller. What a caller who has gone away
+    /// leaves is dropped.
     fn end(&self, result: Work<T>) {
         let mut work = self.work.lock();
         if let Work::Away { caller } = &mut *work {
@@ -154,9 +179,15 @@ impl<T: Send + 'static> TakeOver for Slot<T> {
             return;
         }
         // Whoever is polled needs no help.
-        let Some(mut work) = self.work.try_lock() else { return };
+        let Some(mut work) = self.work.try_lock() else {
+            return;
+        };
         let (future, busy) = match replace(&mut *work, Work::Over) {
-            Work::Mine { future, caller, busy } => {
+            Work::Mine {
+                future,
+                caller,
+                busy,
+            } => {
                 *work = Work::Away { caller };
                 (future, busy)
             }

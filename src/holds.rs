@@ -16,10 +16,10 @@ use crate::locks::{Ident, Kind};
 use crate::losses::{Loss, Losses, Numbers};
 use crate::turn::{InHand, Turns};
 
-/// A lock and a holder: what the renewal table is keyed by.
+/// A lock and a owner: what the renewal table is keyed by.
 type EntryKey = (Bytes, i64);
 
-/// One holder's dealings with one lock.
+/// One owner's dealings with one lock.
 pub(crate) struct Entry {
     pub(crate) ident: Arc<Ident>,
     pub(crate) kind: &'static dyn Kind,
@@ -32,7 +32,10 @@ pub(crate) struct Entry {
 impl Entry {
     /// The possession that is alive and held.
     pub(crate) fn live(&self) -> Option<Arc<Lease>> {
-        self.lease.lock().clone().filter(|lease| lease.live_count().is_some())
+        self.lease
+            .lock()
+            .clone()
+            .filter(|lease| lease.live_count().is_some())
     }
 
     /// The latest possession, whatever became of it.
@@ -44,7 +47,10 @@ impl Entry {
     fn let_go(&self) {
         let latest = self.latest();
         latest.iter().for_each(|lease| lease.let_go());
-        let kept: Vec<_> = latest.into_iter().flat_map(|lease| lease.take_forgotten()).collect();
+        let kept: Vec<_> = latest
+            .into_iter()
+            .flat_map(|lease| lease.take_forgotten())
+            .collect();
         drop(kept);
     }
 }
@@ -93,7 +99,7 @@ impl Holds {
 
     /// The entry, made if need be.
     pub(crate) fn entry(self: &Arc<Self>, ident: &Arc<Ident>, kind: &'static dyn Kind) -> EntryRef {
-        let key = (ident.keys.name.clone(), ident.holder.thread_id());
+        let key = (ident.keys.name.clone(), ident.owner.thread_id());
         let entry = Arc::clone(self.table.lock().entries.entry(key).or_insert_with(|| {
             Arc::new(Entry {
                 ident: Arc::clone(ident),
@@ -103,21 +109,38 @@ impl Holds {
                 losses: Mutex::default(),
             })
         }));
-        EntryRef { entry: Some(entry), holds: Arc::clone(self) }
+        EntryRef {
+            entry: Some(entry),
+            holds: Arc::clone(self),
+        }
     }
 
-    /// The entry of a lock and a holder, if it is in use.
+    /// The entry of a lock and a owner, if it is in use.
     pub(crate) fn entry_in_use(self: &Arc<Self>, name: &Bytes, thread: i64) -> Option<EntryRef> {
-        let entry = self.table.lock().entries.get(&(name.clone(), thread)).cloned()?;
-        Some(EntryRef { entry: Some(entry), holds: Arc::clone(self) })
+        let entry = self
+            .table
+            .lock()
+            .entries
+            .get(&(name.clone(), thread))
+            .cloned()?;
+        Some(EntryRef {
+            entry: Some(entry),
+            holds: Arc::clone(self),
+        })
     }
 
     /// Enters a new possession.
     pub(crate) fn insert(&self, lease: &Arc<Lease>) {
-        self.table.lock().held.entry(lease.ident.keys.name.clone()).or_default().push(Arc::clone(lease));
+        self.table
+            .lock()
+            .held
+            .entry(lease.ident.keys.name.clone())
+            .or_default()
+            .push(Arc::clone(lease));
     }
 
-    /// Takes out a possession that has ended or is lost, so that nothing renews it any more. Tells whether it was in.
+    /// Takes out a possession that has ended or is lost, so that nothing renews it any more. Tells
+    /// whether it was in.
     pub(crate) fn remove(&self, lease: &Arc<Lease>) -> bool {
         let mut removed = None;
         {
@@ -140,19 +163,30 @@ impl Holds {
         removed.is_some()
     }
 
-    /// Remembers the forgotten holds of a possession that is lost. Where no scope has its holder, no unlock will ask.
+    /// Remembers the forgotten holds of a possession that is lost. Where no scope has its owner, no
+    /// unlock will ask.
     pub(crate) fn lost(&self, lease: &Arc<Lease>, reason: LostReason) {
         let forgotten = lease.take_forgotten();
         if !lease.ident.fresh {
             for (id, entry) in forgotten {
-                self.losses.add(Loss { reason, entry, lease: Arc::clone(lease), id });
+                self.losses.add(Loss {
+                    reason,
+                    entry,
+                    lease: Arc::clone(lease),
+                    id,
+                });
             }
         }
     }
 
-    /// The possessions of a lock by any holder of this client.
+    /// The possessions of a lock by any owner of this client.
     pub(crate) fn leases_of(&self, name: &Bytes) -> Vec<Arc<Lease>> {
-        self.table.lock().held.get(name).cloned().unwrap_or_default()
+        self.table
+            .lock()
+            .held
+            .get(name)
+            .cloned()
+            .unwrap_or_default()
     }
 
     /// All possessions.
@@ -189,15 +223,19 @@ impl Holds {
         let mut schedule = self.schedule.lock();
         let later = schedule.queue.split_off(&(by, u64::MAX));
         let due = std::mem::replace(&mut schedule.queue, later);
-        due.into_values().inspect(|lease| *lease.place.lock() = None).collect()
+        due.into_values()
+            .inspect(|lease| *lease.place.lock() = None)
+            .collect()
     }
 
     /// When the scheduler has to look next.
     pub(crate) fn next_look(&self) -> Option<Instant> {
         let mut schedule = self.schedule.lock();
         let earliest = schedule.queue.first_key_value().map(|((at, _), _)| *at);
-        // With nothing to look at an old look stays: locks that come and go do not wake the scheduler each time.
-        schedule.next_look = earliest.or_else(|| schedule.next_look.filter(|look| *look > Instant::now()));
+        // With nothing to look at an old look stays: locks that come and go do not wake the
+        // scheduler each time.
+        schedule.next_look =
+            earliest.or_else(|| schedule.next_look.filter(|look| *look > Instant::now()));
         schedule.next_look
     }
 }
@@ -225,7 +263,10 @@ impl EntryRef {
 
 impl Clone for EntryRef {
     fn clone(&self) -> Self {
-        Self { entry: self.entry.clone(), holds: Arc::clone(&self.holds) }
+        Self {
+            entry: self.entry.clone(),
+            holds: Arc::clone(&self.holds),
+        }
     }
 }
 
@@ -235,18 +276,23 @@ impl Deref for EntryRef {
     fn deref(&self) -> &Arc<Entry> {
         match &self.entry {
             Some(entry) => entry,
-            None => unreachable!("an entry is taken out of its reference only while that is dropped"),
+            None => {
+                unreachable!("an entry is taken out of its reference only while that is dropped")
+            }
         }
     }
 }
 
 impl Drop for EntryRef {
     fn drop(&mut self) {
-        let Some(entry) = self.entry.take() else { return };
-        let key = (entry.ident.keys.name.clone(), entry.ident.holder.thread_id());
+        let Some(entry) = self.entry.take() else {
+            return;
+        };
+        let key = (entry.ident.keys.name.clone(), entry.ident.owner.thread_id());
         let removed = {
             let mut table = self.holds.table.lock();
-            // Given up under the table's lock, so that of two last references one sees that it is the last.
+            // Given up under the table's lock, so that of two last references one sees that it is
+            // the last.
             drop(entry);
             match table.entries.get(&key) {
                 Some(only) if Arc::strong_count(only) == 1 => table.entries.remove(&key),

@@ -4,7 +4,8 @@ use bytes::Bytes;
 
 use crate::error::Error;
 
-/// The longest lock name, in bytes. A key may be longer in Redis, but a lock's name is not a document.
+/// The longest lock name, in bytes. A key may be longer in Redis, but a lock's name is not a
+/// document.
 pub const MAX_NAME_LEN: usize = 16 * 1024;
 
 /// The keys of one lock.
@@ -25,9 +26,15 @@ impl Keys {
             "it is too long"
         } else {
             let channel = format!("redisson_lock__channel:{}", tagged(name)).into();
-            return Ok(Self { name: Bytes::copy_from_slice(name.as_bytes()), channel });
+            return Ok(Self {
+                name: Bytes::copy_from_slice(name.as_bytes()),
+                channel,
+            });
         };
-        Err(Error::InvalidName { name: shortened(name), problem })
+        Err(Error::InvalidName {
+            name: shortened(name),
+            problem,
+        })
     }
 
     /// The name as the caller gave it.
@@ -36,9 +43,14 @@ impl Keys {
     }
 }
 
-/// A name with a hash tag: as it is if it has an opening brace already, in braces otherwise (Redisson's rule).
+/// A name with a hash tag: as it is if it has an opening brace already, in braces otherwise
+/// (Redisson's rule).
 fn tagged(name: &str) -> String {
-    if name.contains('{') { name.to_owned() } else { format!("{{{name}}}") }
+    if name.contains('{') {
+        name.to_owned()
+    } else {
+        format!("{{{name}}}")
+    }
 }
 
 fn shortened(name: &str) -> String {
@@ -68,14 +80,27 @@ mod tests {
 
     #[test]
     fn names_are_taken_as_they_are() {
-        for name in [" ", "a b", "a\r\nb", "a\0b", "\u{202e}x", "\"'", "{}", "{}x", "a{b}c"] {
+        for name in [
+            " ",
+            "a b",
+            "a\r\nb",
+            "a\0b",
+            "\u{202e}x",
+            "\"'",
+            "{}",
+            "{}x",
+            "a{b}c",
+        ] {
             assert_eq!(Keys::reentrant(name).unwrap().name, name.as_bytes());
         }
     }
 
     #[test]
     fn empty_and_endless_names_are_refused() {
-        assert!(matches!(Keys::reentrant(""), Err(Error::InvalidName { .. })));
+        assert!(matches!(
+            Keys::reentrant(""),
+            Err(Error::InvalidName { .. })
+        ));
         assert!(Keys::reentrant(&"é".repeat(MAX_NAME_LEN / 2)).is_ok());
         let Err(Error::InvalidName { name, .. }) = Keys::reentrant(&"é".repeat(1 << 20)) else {
             panic!("a name of 2 MiB was taken");
@@ -92,8 +117,10 @@ mod properties {
 
     fn name() -> impl Strategy<Value = String> {
         let odd = prop::sample::select("{}\0\r\n :\u{202e}\u{10ffff}é".chars().collect::<Vec<_>>());
-        let text = prop::collection::vec(prop_oneof![odd, any::<char>()], 0..20).prop_map(String::from_iter);
-        (text, prop_oneof![4 => Just(1), 1 => 1..2 * MAX_NAME_LEN]).prop_map(|(text, times)| text.repeat(times))
+        let text = prop::collection::vec(prop_oneof![odd, any::<char>()], 0..20)
+            .prop_map(String::from_iter);
+        (text, prop_oneof![4 => Just(1), 1 => 1..2 * MAX_NAME_LEN])
+            .prop_map(|(text, times)| text.repeat(times))
     }
 
     proptest! {

@@ -1,4 +1,5 @@
-//! One unbroken possession of a lock: from a hold count of 0 until it is 0 again, or until it is lost.
+//! One unbroken possession of a lock: from a hold count of 0 until it is 0 again, or until it is
+//! lost.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,9 +10,9 @@ use tokio::time::Instant;
 
 use crate::config::LeaseTime;
 use crate::error::LostReason;
-use crate::holder::TaskId;
 use crate::holds::EntryRef;
 use crate::locks::{Ident, Kind};
+use crate::owner::TaskId;
 
 /// How long a hold lasts if nobody gives it back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +45,7 @@ struct State {
     holds: Vec<Held>,
     /// The hold count on the server.
     count: i64,
-    /// The part of it that was there before us (a holder that was handed over).
+    /// The part of it that was there before us (a owner that was handed over).
     base: i64,
     /// Until when the server cannot have let the lock expire, by our clock.
     proved_until: Instant,
@@ -56,7 +57,7 @@ struct State {
     renewing: bool,
     /// Whether a refused renewal was told.
     refused: bool,
-    /// Keeps the entry, so that its holder's next acquire knows what was left.
+    /// Keeps the entry, so that its owner's next acquire knows what was left.
     kept: Option<EntryRef>,
     /// Whether somebody sees to it that a lost lease leaves nothing on the server.
     cleaned: bool,
@@ -111,7 +112,12 @@ pub(crate) enum Upkeep {
 
 impl Lease {
     /// A possession that is about to begin, over `base` holds that were there before us.
-    pub(crate) fn new(ident: Arc<Ident>, kind: &'static dyn Kind, base: i64, began: Instant) -> Self {
+    pub(crate) fn new(
+        ident: Arc<Ident>,
+        kind: &'static dyn Kind,
+        base: i64,
+        began: Instant,
+    ) -> Self {
         Self {
             began,
             ident,
@@ -138,7 +144,14 @@ impl Lease {
     /// Records a hold that the server granted, which left `count` there.
     pub(crate) fn grant(&self, id: u64, mode: Mode, task: TaskId, count: i64, proof: Proof) {
         let mut state = self.state.lock();
-        state.holds.push(Held { id, mode, task, guarded: true, forgotten: None, leaving: false });
+        state.holds.push(Held {
+            id,
+            mode,
+            task,
+            guarded: true,
+            forgotten: None,
+            leaving: false,
+        });
         state.count = count;
         state.extend(proof);
     }
@@ -162,7 +175,9 @@ impl Lease {
                 let mut state = self.state.lock();
                 match state.check() {
                     Some(reason) if state.lost_holds.contains(&id) => return reason,
-                    None if state.holds.iter().any(|hold| hold.id == id) => Some(state.proved_until),
+                    None if state.holds.iter().any(|hold| hold.id == id) => {
+                        Some(state.proved_until)
+                    }
                     // It was given back before.
                     _ => None,
                 }
@@ -205,12 +220,19 @@ impl Lease {
 
     /// Takes in that a hold is about to be given back, which may have to wait for its turn.
     pub(crate) fn leaves(&self, id: u64) {
-        if let Some(hold) = self.state.lock().holds.iter_mut().find(|hold| hold.id == id) {
+        if let Some(hold) = self
+            .state
+            .lock()
+            .holds
+            .iter_mut()
+            .find(|hold| hold.id == id)
+        {
             hold.leaving = true;
         }
     }
 
-    /// Takes a hold out, before its release is sent: from then on it is not renewed. `None` if it is out already.
+    /// Takes a hold out, before its release is sent: from then on it is not renewed. `None` if it
+    /// is out already.
     pub(crate) fn begin_release(&self, id: u64) -> Option<Result<Leaving, LostReason>> {
         if let Some(reason) = self.lost() {
             return Some(Err(reason));
@@ -218,22 +240,35 @@ impl Lease {
         let mut state = self.state.lock();
         let at = state.holds.iter().position(|hold| hold.id == id)?;
         let hold = state.holds.swap_remove(at);
-        // By our record of the holds, not by the server's count: that may hold what a lost reply left.
-        Some(Ok(Leaving { leave: state.base + state.holds.len() as i64, stay: state.longest(), hold }))
+        // By our record of the holds, not by the server's count: that may hold what a lost reply
+        // left.
+        Some(Ok(Leaving {
+            leave: state.base + state.holds.len() as i64,
+            stay: state.longest(),
+            hold,
+        }))
     }
 
-    /// Takes back a hold that no guard stands for and that the server would not release: it can be unlocked again, and is
-    /// not renewed. Tells when its lease ends.
+    /// Takes back a hold that no guard stands for and that the server would not release: it can be
+    /// unlocked again, and is not renewed. Tells when its lease ends.
     pub(crate) fn put_back(&self, hold: Held, entry: EntryRef) -> Instant {
         let mut state = self.state.lock();
-        state.holds.push(Held { forgotten: Some(entry), leaving: true, ..hold });
+        state.holds.push(Held {
+            forgotten: Some(entry),
+            leaving: true,
+            ..hold
+        });
         state.proved_until
     }
 
     /// Takes a hold out of the record. Tells whether it was in.
     pub(crate) fn drop_hold(&self, id: u64) -> bool {
         let mut state = self.state.lock();
-        let hold = state.holds.iter().position(|hold| hold.id == id).map(|at| state.holds.swap_remove(at));
+        let hold = state
+            .holds
+            .iter()
+            .position(|hold| hold.id == id)
+            .map(|at| state.holds.swap_remove(at));
         // The entry's last reference takes the table's lock, so it goes outside this one.
         drop(state);
         hold.is_some()
@@ -258,7 +293,13 @@ impl Lease {
 
     /// Takes in that a hold's guard is in another task now.
     pub(crate) fn used_by(&self, id: u64, task: TaskId) {
-        if let Some(hold) = self.state.lock().holds.iter_mut().find(|hold| hold.id == id) {
+        if let Some(hold) = self
+            .state
+            .lock()
+            .holds
+            .iter_mut()
+            .find(|hold| hold.id == id)
+        {
             hold.task = task;
         }
     }
@@ -277,7 +318,8 @@ impl Lease {
         drop(spare);
     }
 
-    /// Keeps the entry of what could not be given back, and tells when to look whether that is over.
+    /// Keeps the entry of what could not be given back, and tells when to look whether that is
+    /// over.
     pub(crate) fn keep(&self, entry: EntryRef) -> Instant {
         let mut state = self.state.lock();
         let (old, over) = (state.kept.replace(entry), state.ends + LATER);
@@ -286,7 +328,8 @@ impl Lease {
         over
     }
 
-    /// Lets go of the entry that is kept if the server can have nothing of it any more. Otherwise tells when to look again.
+    /// Lets go of the entry that is kept if the server can have nothing of it any more. Otherwise
+    /// tells when to look again.
     pub(crate) fn let_go_in_time(&self) -> Option<Instant> {
         let over = {
             let state = self.state.lock();
@@ -306,10 +349,15 @@ impl Lease {
         drop(kept);
     }
 
-    /// Takes the entries that forgotten holds keep. The holds stay: the code that took them may still run.
+    /// Takes the entries that forgotten holds keep. The holds stay: the code that took them may
+    /// still run.
     pub(crate) fn take_forgotten(&self) -> Vec<(u64, EntryRef)> {
         let mut state = self.state.lock();
-        state.holds.iter_mut().filter_map(|hold| Some((hold.id, hold.forgotten.take()?))).collect()
+        state
+            .holds
+            .iter_mut()
+            .filter_map(|hold| Some((hold.id, hold.forgotten.take()?)))
+            .collect()
     }
 
     /// Whether a guard stands for one of its holds.
@@ -317,10 +365,15 @@ impl Lease {
         self.state.lock().holds.iter().any(|hold| hold.guarded)
     }
 
-    /// Takes the newest hold that no guard stands for, so that nobody else can: it belongs to the caller, who releases it.
+    /// Takes the newest hold that no guard stands for, so that nobody else can: it belongs to the
+    /// caller, who releases it.
     pub(crate) fn claim_forgotten(&self) -> Option<u64> {
         let mut state = self.state.lock();
-        let hold = state.holds.iter_mut().rev().find(|hold| hold.forgotten.is_some())?;
+        let hold = state
+            .holds
+            .iter_mut()
+            .rev()
+            .find(|hold| hold.forgotten.is_some())?;
         let (id, kept) = (hold.id, hold.forgotten.take());
         drop(state);
         drop(kept);
@@ -350,7 +403,10 @@ impl Lease {
         let upkeep = {
             let mut state = self.state.lock();
             if let Some(reason) = state.check() {
-                Upkeep::Lost { reason, clean: state.claim_cleaning() }
+                Upkeep::Lost {
+                    reason,
+                    clean: state.claim_cleaning(),
+                }
             } else if state.holds.is_empty() {
                 Upkeep::None
             } else if state.renewing || !state.renews() {
@@ -368,19 +424,21 @@ impl Lease {
         upkeep
     }
 
-    /// Whether the caller has to see to it that a lost lease leaves nothing behind; answers yes once.
+    /// Whether the caller has to see to it that a lost lease leaves nothing behind; answers yes
+    /// once.
     pub(crate) fn claim_cleaning(&self) -> bool {
         self.state.lock().claim_cleaning()
     }
 
-    /// Whether the server may still have what is lost or given back here: a release that succeeded leaves no lease.
+    /// Whether the server may still have what is lost or given back here: a release that succeeded
+    /// leaves no lease.
     pub(crate) fn may_be_there(&self) -> bool {
         let state = self.state.lock();
         let ended = state.lost.is_some() || state.holds.is_empty();
         ended && state.lost != Some(LostReason::Gone) && Instant::now() < state.ends + LATER
     }
 
-    /// When a lost lease has to be looked at once more, because its holders still have time to go.
+    /// When a lost lease has to be looked at once more, because its owners still have time to go.
     pub(crate) fn cleaning_due(&self) -> Option<Instant> {
         let state = self.state.lock();
         (state.lost == Some(LostReason::Expired) && !state.cleaned).then_some(state.ends)
@@ -401,11 +459,16 @@ impl Lease {
         self.state.lock().renewing = false;
     }
 
-    /// Sets when the scheduler looks next: `at` for a renewal, and never later than the proof lasts.
+    /// Sets when the scheduler looks next: `at` for a renewal, and never later than the proof
+    /// lasts.
     pub(crate) fn plan(&self, at: Instant) -> Instant {
         let mut state = self.state.lock();
         state.due = Some(at);
-        if state.renews() { at.min(state.proved_until) } else { state.proved_until }
+        if state.renews() {
+            at.min(state.proved_until)
+        } else {
+            state.proved_until
+        }
     }
 }
 
@@ -432,10 +495,10 @@ impl State {
 
     fn claim_cleaning(&mut self) -> bool {
         let due = match self.lost {
-            // The margin is its holders': they were told, and may still be on their way out.
+            // The margin is its owners': they were told, and may still be on their way out.
             Some(LostReason::Expired) => self.holds.is_empty() || Instant::now() >= self.ends,
             // The code of other holds may still run: the last one says yes.
-            // A force unlock may have failed after its holders were told.
+            // A force unlock may have failed after its owners were told.
             Some(LostReason::Shutdown | LostReason::ForceUnlocked) => self.holds.is_empty(),
             // Nothing of it is there.
             Some(LostReason::Gone) | None => false,
@@ -444,7 +507,9 @@ impl State {
     }
 
     fn renews(&self) -> bool {
-        self.holds.iter().any(|hold| hold.mode == Mode::Watchdog && !hold.leaving)
+        self.holds
+            .iter()
+            .any(|hold| hold.mode == Mode::Watchdog && !hold.leaving)
     }
 
     fn longest(&self) -> Option<Mode> {

@@ -1,4 +1,5 @@
-//! Locks that several processes share through Redis or Valkey, wire-compatible with Java's Redisson.
+//! Locks that several processes share through Redis or Valkey, wire-compatible with Java's
+//! Redisson.
 //!
 //! ```no_run
 //! # #[tokio::main] async fn main() -> Result<(), redisson_lock::Error> {
@@ -24,30 +25,33 @@
 //! | to run something under the lock, and have it stopped if the lock is lost | [`ReentrantLock::run`] |
 //! | a lock that is held across several steps of your own | [`ReentrantLock::lock`], and watch [`LockGuard::lost`] |
 //! | to do something else if the lock is taken | [`ReentrantLock::try_lock`] |
-//! | to port code that locks and unlocks by hand | [`LockGuard::forget`], [`ReentrantLock::unlock`], [`HolderPolicy::PerTask`] |
+//! | to port code that locks and unlocks by hand | [`LockGuard::forget`], [`ReentrantLock::unlock`], [`OwnerPolicy::PerTask`] |
 //! | to clear a lock away | [`ReentrantLock::force_unlock`] |
 //!
 //! # What is promised
 //!
-//! While a guard is not lost, nobody else has the lock, as long as the server keeps what it has confirmed; and a holder
-//! hears of a loss before anybody else can have the lock, as long as nobody takes it away on the server. What
-//! can go wrong all the same is told in `docs/safety.md`: read it before money hangs on a lock.
+//! While a guard is not lost, nobody else has the lock, as long as the server keeps what it has
+//! confirmed; and a owner hears of a loss before anybody else can have the lock, as long as nobody
+//! takes it away on the server. What can go wrong all the same is told in `docs/safety.md`: read it
+//! before money hangs on a lock.
 //!
-//! Every acquisition has a lease. Without one of its own ([`LockRequest::lease`]) it is the watchdog timeout
-//! ([`LockClientBuilder::watchdog_timeout`], 30 s), and it is renewed every third of that until the hold is given back.
+//! Every acquisition has a lease. Without one of its own ([`LockRequest::lease`]) it is the
+//! watchdog timeout ([`LockClientBuilder::watchdog_timeout`], 30 s), and it is renewed every third
+//! of that until the hold is given back.
 //!
 //! # Runtime
 //!
-//! A client works on the tokio runtime that it was connected on (with timers and I/O), of either flavour. A guard may be
-//! dropped anywhere.
+//! A client works on the tokio runtime that it was connected on (with timers and I/O), of either
+//! flavour. A guard may be dropped anywhere.
 //!
 //! # The rooms
 //!
-//! For readers of the source: `client` is the way in and owns the tasks; `locks` has a file for each kind of lock;
-//! `acquire` is the waiting algorithm, `wakeup` the queues and channels, `holds` and `lease` the table of what is held,
-//! `renewal` the scheduler that keeps it alive, `release` what is given back, in the background if need be; `script` knows
-//! the Lua files, and `link` is the only room that knows the client library. `docs/architecture.md` tells how they
-//! work together.
+//! For readers of the source: `client` is the way in and owns the tasks; `locks` has a file for
+//! each kind of lock; `acquire` is the waiting algorithm, `wakeup` the queues and channels, `holds`
+//! and `lease` the table of what is held, `renewal` the scheduler that keeps it alive, `release`
+//! what is given back, in the background if need be; `script` knows the Lua files, and `link` is
+//! the only room that knows the client library. `docs/architecture.md` tells how they work
+//! together.
 
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
@@ -60,13 +64,13 @@ mod config;
 mod core;
 mod error;
 mod handoff;
-mod holder;
 mod holds;
 mod keys;
 mod lease;
 mod link;
 mod locks;
 mod losses;
+mod owner;
 mod release;
 mod renewal;
 mod retry;
@@ -76,11 +80,11 @@ mod wakeup;
 
 pub use client::{LockClient, LockClientBuilder};
 pub use error::{Error, LostReason, Step};
-pub use holder::{ClientId, Holder, HolderExt, HolderPolicy, WithHolder};
 pub use keys::MAX_NAME_LEN;
 pub use locks::guard::LockGuard;
 pub use locks::reentrant::{Holding, ReentrantLock};
 pub use locks::requests::{LockRequest, RunRequest, TryLockRequest};
+pub use owner::{ClientId, Owner, OwnerExt, OwnerPolicy, WithOwner};
 
 /// The README's programs, so that they compile.
 #[cfg(doctest)]

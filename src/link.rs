@@ -56,7 +56,8 @@ impl Reply {
     }
 }
 
-/// Why a call has no reply. With the reply there are four outcomes: reply, server error, not sent, unknown.
+/// Why a call has no reply. With the reply there are four outcomes: reply, server error, not sent,
+/// unknown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// The server answered with an error.
@@ -83,8 +84,15 @@ impl fmt::Display for Failure {
 impl Failure {
     /// Whether the same call may well succeed a little later.
     pub(crate) fn is_passing(&self) -> bool {
-        const PASSING: [&str; 7] =
-            ["LOADING", "BUSY", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "READONLY", "NOREPLICAS"];
+        const PASSING: [&str; 7] = [
+            "LOADING",
+            "BUSY",
+            "TRYAGAIN",
+            "CLUSTERDOWN",
+            "MASTERDOWN",
+            "READONLY",
+            "NOREPLICAS",
+        ];
         match self {
             Failure::Server(message) => {
                 let code = message.split(' ').next().unwrap_or_default();

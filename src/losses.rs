@@ -9,7 +9,8 @@ use crate::error::LostReason;
 use crate::holds::EntryRef;
 use crate::lease::Lease;
 
-/// How many a client remembers, the latest. Of a task that has ended nobody will ask, and it cannot be seen that it has.
+/// How many a client remembers, the latest. Of a task that has ended nobody will ask, and it cannot
+/// be seen that it has.
 const REMEMBERED: usize = 1_000;
 
 /// The losses of one client, by age. Each keeps its entry, which knows it by its number.
@@ -49,7 +50,11 @@ impl Losses {
             if numbers.len() > REMEMBERED {
                 numbers.pop_front();
             }
-            if table.losses.len() > REMEMBERED { table.losses.pop_first() } else { None }
+            if table.losses.len() > REMEMBERED {
+                table.losses.pop_first()
+            } else {
+                None
+            }
         };
         // Outside the lock: the last reference to an entry takes another one.
         if let Some((_, oldest)) = oldest {

@@ -31,7 +31,13 @@ pub(crate) struct Hold {
 
 impl Hold {
     pub(crate) fn new(core: Arc<Core>, entry: EntryRef, lease: Arc<Lease>, id: u64) -> Self {
-        Self { core, entry, lease, id, settled: false }
+        Self {
+            core,
+            entry,
+            lease,
+            id,
+            settled: false,
+        }
     }
 
     /// Gives it back and waits for the server's word.
@@ -57,19 +63,32 @@ impl Hold {
 impl Drop for Hold {
     fn drop(&mut self) {
         if self.settled || (self.core.link.is_closed() && self.lease.lost().is_some()) {
-            // Given back already; or the client was shut down, which has told its holders that they lost.
+            // Given back already; or the client was shut down, which has told its owners that they
+            // lost.
             return;
         }
         self.lease.leaves(self.id);
-        // In line from now on, so that the holder's next acquire comes after it.
+        // In line from now on, so that the owner's next acquire comes after it.
         let mut turn = Box::pin(self.entry.turns.line_up());
         let queued = match turn.as_mut().now_or_never() {
             Some(turn) => Either::Left(std::future::ready(turn)),
             None => Either::Right(turn),
         };
-        let release = release(Arc::clone(&self.core), self.entry.clone(), Arc::clone(&self.lease), self.id, queued);
-        let release = answering(Arc::clone(&self.core), Arc::clone(&self.entry.ident), release);
-        self.core.background.spawn(async move { drop(release.await) });
+        let release = release(
+            Arc::clone(&self.core),
+            self.entry.clone(),
+            Arc::clone(&self.lease),
+            self.id,
+            queued,
+        );
+        let release = answering(
+            Arc::clone(&self.core),
+            Arc::clone(&self.entry.ident),
+            release,
+        );
+        self.core
+            .background
+            .spawn(async move { drop(release.await) });
     }
 }
 
@@ -107,16 +126,31 @@ async fn answering<T>(
     release: impl Future<Output = Result<T, Error>>,
 ) -> Answer<T> {
     let result = Some(release.await);
-    Answer { core, ident, result }
+    Answer {
+        core,
+        ident,
+        result,
+    }
 }
 
 /// Releases a hold for a caller who waits, as long as the client is ready to try.
-pub(crate) async fn give_back(core: &Arc<Core>, entry: EntryRef, lease: Arc<Lease>, id: u64) -> Result<(), Error> {
+pub(crate) async fn give_back(
+    core: &Arc<Core>,
+    entry: EntryRef,
+    lease: Arc<Lease>,
+    id: u64,
+) -> Result<(), Error> {
     let ident = Arc::clone(&entry.ident);
     let turns = Arc::clone(&entry.turns);
     let turn = turns.line_up();
     // Its guard is gone, so whatever happens here it has to be finished.
-    in_time(core, &ident, &turns, release(Arc::clone(core), entry, lease, id, turn)).await
+    in_time(
+        core,
+        &ident,
+        &turns,
+        release(Arc::clone(core), entry, lease, id, turn),
+    )
+    .await
 }
 
 /// Releases as long as the client is ready to try. The background goes on where that ends.
@@ -133,15 +167,21 @@ async fn in_time<T: Send + 'static>(
     // Nothing came of it: the client has ended.
     answer.and_then(Answer::take).unwrap_or_else(|| {
         let detail = match turns.refusal.lock().take() {
-            Some(message) => format!("not done in {patience:?}: the server refused it for now: {message}"),
+            Some(message) => {
+                format!("not done in {patience:?}: the server refused it for now: {message}")
+            }
             None => format!("no answer in {patience:?}"),
         };
-        Err(Error::Unknown { lock: ident.lock(), step: Step::Release, detail })
+        Err(Error::Unknown {
+            lock: ident.lock(),
+            step: Step::Release,
+            detail,
+        })
     })
 }
 
-/// Releases a hold: takes it out of the renewal table, then off the server, trying until the server answers or
-/// until its lease is over anyway.
+/// Releases a hold: takes it out of the renewal table, then off the server, trying until the server
+/// answers or until its lease is over anyway.
 async fn release(
     core: Arc<Core>,
     entry: EntryRef,
@@ -159,7 +199,10 @@ async fn release(
         Some(Ok(leaving)) => leaving,
         Some(Err(reason)) => return Err(lost(&core, &entry, &lease, id, reason)),
         None => {
-            return Err(Error::NotHeld { lock: ident.lock(), problem: "this hold was given back already".into() });
+            return Err(Error::NotHeld {
+                lock: ident.lock(),
+                problem: "this hold was given back already".into(),
+            });
         }
     };
     let proved = lease.remaining();
@@ -174,25 +217,44 @@ async fn release(
     let gone = |reason| lost(&core, &entry, &lease, id, lease.lose(reason));
     let outcome = told_to_leave(&core, &entry, leaving.leave, time, Instant::now() + proved).await;
     match outcome {
-        Ok(Told { released: Released::Freed, .. }) => {
+        Ok(Told {
+            released: Released::Freed,
+            ..
+        }) => {
             if !last {
                 // The count that was told to stay cannot have freed it; but then nothing stays.
                 return Err(gone(LostReason::Gone));
             }
         }
-        Ok(Told { released: Released::Left, sent, .. }) => {
+        Ok(Told {
+            released: Released::Left,
+            sent,
+            ..
+        }) => {
             lease.confirmed(Some(leaving.leave), Some(Proof { sent, lease: time }));
             if !last {
                 crate::renewal::plan(&core, &lease, sent);
             }
         }
         // A repeat of our own unlock finds nothing left.
-        Ok(Told { released: Released::Below(0), repeated: true, .. }) if leaving.leave == 0 => {}
-        Ok(Told { released: Released::Below(0), .. }) => return Err(gone(LostReason::Gone)),
-        Ok(Told { released: Released::Below(count), .. }) => {
+        Ok(Told {
+            released: Released::Below(0),
+            repeated: true,
+            ..
+        }) if leaving.leave == 0 => {}
+        Ok(Told {
+            released: Released::Below(0),
+            ..
+        }) => return Err(gone(LostReason::Gone)),
+        Ok(Told {
+            released: Released::Below(count),
+            ..
+        }) => {
             lease.confirmed(Some(count), None);
         }
-        Err(Failure::Server(message)) if message.starts_with("WRONGTYPE") => return Err(gone(LostReason::Gone)),
+        Err(Failure::Server(message)) if message.starts_with("WRONGTYPE") => {
+            return Err(gone(LostReason::Gone));
+        }
         Err(failure @ Failure::Unknown(_)) => return Err(ident.unknown(failure, Step::Release)),
         Err(failure) => {
             if !leaving.hold.guarded {
@@ -201,7 +263,7 @@ async fn release(
                     core.holds.insert(&lease);
                     core.holds.schedule(&lease, ends);
                 }
-            } else if last && !ident.holder.is_private() {
+            } else if last && !ident.owner.is_private() {
                 core.holds.schedule(&lease, lease.keep(entry.clone()));
             }
             return Err(ident.refused(failure));
@@ -215,20 +277,38 @@ async fn release(
 }
 
 /// Ends a hold of a lease that is lost.
-fn lost(core: &Arc<Core>, entry: &EntryRef, lease: &Arc<Lease>, id: u64, reason: LostReason) -> Error {
+fn lost(
+    core: &Arc<Core>,
+    entry: &EntryRef,
+    lease: &Arc<Lease>,
+    id: u64,
+    reason: LostReason,
+) -> Error {
     lease.drop_hold(id);
     crate::renewal::tell_lost(core, lease, reason, lease.claim_cleaning());
-    Error::Lost { lock: entry.ident.lock(), reason }
+    Error::Lost {
+        lock: entry.ident.lock(),
+        reason,
+    }
 }
 
-/// What an unlock has to tell that found nothing to give back: a forgotten hold that was lost is told of once, a guard's
-/// for as long as the guard is there.
+/// What an unlock has to tell that found nothing to give back: a forgotten hold that was lost is
+/// told of once, a guard's for as long as the guard is there.
 pub(crate) fn claim_loss(core: &Arc<Core>, entry: &EntryRef) -> Option<Error> {
-    if let Some(Loss { reason, entry, lease, id }) = core.holds.losses.take(&entry.losses) {
+    if let Some(Loss {
+        reason,
+        entry,
+        lease,
+        id,
+    }) = core.holds.losses.take(&entry.losses)
+    {
         return Some(lost(core, &entry, &lease, id, reason));
     }
     let reason = entry.latest().filter(|lease| lease.is_guarded())?.lost()?;
-    Some(Error::Lost { lock: entry.ident.lock(), reason })
+    Some(Error::Lost {
+        lock: entry.ident.lock(),
+        reason,
+    })
 }
 
 struct Told {
@@ -238,7 +318,8 @@ struct Told {
     sent: Instant,
 }
 
-/// Sends a release until the server has answered it, or until `moot` has passed: then the lease has run out by itself.
+/// Sends a release until the server has answered it, or until `moot` has passed: then the lease has
+/// run out by itself.
 async fn told_to_leave(
     core: &Core,
     entry: &EntryRef,
@@ -251,9 +332,18 @@ async fn told_to_leave(
     let mut patience = Patience::new(moot.saturating_duration_since(Instant::now()) + grace);
     let outcome = loop {
         let sent = Instant::now();
-        let reply = core.link.call(entry.kind.release(&entry.ident, leave, lease)).await;
+        let reply = core
+            .link
+            .call(entry.kind.release(&entry.ident, leave, lease))
+            .await;
         let failure = match reply.and_then(|reply| entry.kind.released(reply)) {
-            Ok(released) => break Ok(Told { released, repeated, sent }),
+            Ok(released) => {
+                break Ok(Told {
+                    released,
+                    repeated,
+                    sent,
+                });
+            }
             Err(failure) => failure,
         };
         repeated |= matches!(failure, Failure::Unknown(_));
@@ -275,18 +365,25 @@ async fn told_to_leave(
     outcome
 }
 
-/// Makes sure, in the background, that a lost lease leaves nothing on the server, before its holder's next operation.
+/// Makes sure, in the background, that a lost lease leaves nothing on the server, before its
+/// owner's next operation.
 pub(crate) fn clean_up(core: &Arc<Core>, entry: &EntryRef, lease: &Arc<Lease>, turn: Turn) {
     let live = entry.live();
     if live.is_some_and(|live| !Arc::ptr_eq(&live, lease)) {
-        // The holder has the lock again: what is on the server is not ours to take.
+        // The owner has the lock again: what is on the server is not ours to take.
         return;
     }
-    settle(core, entry.clone(), lease.base(), core.config.watchdog_timeout, turn);
+    settle(
+        core,
+        entry.clone(),
+        lease.base(),
+        core.config.watchdog_timeout,
+        turn,
+    );
 }
 
-/// Has the server left with `leave`, whatever an unanswered script with that lease did. Keeps the entry's turn until
-/// that is known.
+/// Has the server left with `leave`, whatever an unanswered script with that lease did. Keeps the
+/// entry's turn until that is known.
 pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: LeaseTime, turn: Turn) {
     let worker = Arc::clone(core);
     core.background.spawn(async move {
@@ -303,7 +400,13 @@ pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: Lease
 /// Gives back one hold that only the server knows of; `false` if there is none.
 pub(crate) async fn give_back_unrecorded(core: &Arc<Core>, entry: EntryRef) -> Result<bool, Error> {
     let (ident, turns) = (Arc::clone(&entry.ident), Arc::clone(&entry.turns));
-    in_time(core, &ident, &turns, release_unrecorded(Arc::clone(core), entry)).await
+    in_time(
+        core,
+        &ident,
+        &turns,
+        release_unrecorded(Arc::clone(core), entry),
+    )
+    .await
 }
 
 async fn release_unrecorded(core: Arc<Core>, entry: EntryRef) -> Result<bool, Error> {
@@ -319,16 +422,19 @@ async fn release_unrecorded(core: Arc<Core>, entry: EntryRef) -> Result<bool, Er
             Err(failure) => return Err(ident.refused(failure)),
         }
     };
-    // What guards stand for, and what is about to be given back elsewhere, is not there to be taken.
+    // What guards stand for, and what is about to be given back elsewhere, is not there to be
+    // taken.
     let recorded = entry.live().map_or(0, |live| live.held());
     if count <= recorded {
         return Ok(false);
     }
     let moot = Instant::now() + lease.duration();
-    let told = told_to_leave(&core, &entry, count - 1, lease, moot).await.map_err(|failure| match failure {
-        Failure::Unknown(_) => ident.unknown(failure, Step::Release),
-        failure => ident.refused(failure),
-    })?;
+    let told = told_to_leave(&core, &entry, count - 1, lease, moot)
+        .await
+        .map_err(|failure| match failure {
+            Failure::Unknown(_) => ident.unknown(failure, Step::Release),
+            failure => ident.refused(failure),
+        })?;
     if let Some(live) = entry.live() {
         live.lower_base(count - 1);
     }

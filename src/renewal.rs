@@ -25,7 +25,11 @@ pub(crate) fn plan(core: &Core, lease: &Arc<Lease>, sent: Instant) {
 }
 
 /// Runs until the client ends. A panic is reported and survived: leases must not die in silence.
-pub(crate) async fn supervise(core: Weak<Core>, holds: Arc<Holds>, mut stop: watch::Receiver<bool>) {
+pub(crate) async fn supervise(
+    core: Weak<Core>,
+    holds: Arc<Holds>,
+    mut stop: watch::Receiver<bool>,
+) {
     loop {
         let run = AssertUnwindSafe(run(&core, &holds));
         tokio::select! {
@@ -90,7 +94,9 @@ fn look(core: &Arc<Core>) -> Vec<Vec<Arc<Lease>>> {
         // One that was refused would have the others of its batch refused, too.
         let room = |batch: &&mut Vec<Arc<Lease>>| {
             let spoilt = lease.is_refused() || batch[0].is_refused();
-            !spoilt && batch.len() < core.config.renewal_batch && same_kind(batch[0].kind, lease.kind)
+            !spoilt
+                && batch.len() < core.config.renewal_batch
+                && same_kind(batch[0].kind, lease.kind)
         };
         match batches.iter_mut().rev().find(room) {
             Some(batch) => batch.push(lease),
@@ -104,7 +110,8 @@ fn same_kind(one: &'static dyn Kind, other: &'static dyn Kind) -> bool {
     std::ptr::addr_eq(one, other)
 }
 
-/// Boxed, because a batch that is refused for one of its keys is renewed key by key through this again.
+/// Boxed, because a batch that is refused for one of its keys is renewed key by key through this
+/// again.
 fn renew(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) -> BoxFuture<'_, ()> {
     async move { renew_batch(core, batch, outage).await }.boxed()
 }
@@ -123,11 +130,15 @@ async fn renew_batch(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
         }
         // The server refuses the script for one of its keys (ACL). Each on its own, then.
         Err(Failure::Server(message)) if concerns_a_key(&message) && batch.len() > 1 => {
-            let alone = batch.into_iter().map(|lease| renew(Arc::clone(&core), vec![lease], outage));
+            let alone = batch
+                .into_iter()
+                .map(|lease| renew(Arc::clone(&core), vec![lease], outage));
             futures::future::join_all(alone).await;
             return;
         }
-        Err(Failure::Server(message)) if concerns_a_key(&message) => vec![Renewed::Refused(message)],
+        Err(Failure::Server(message)) if concerns_a_key(&message) => {
+            vec![Renewed::Refused(message)]
+        }
         Err(failure) => {
             outage.goes_on(&failure);
             batch.iter().for_each(|lease| again(&core, lease));
@@ -202,7 +213,7 @@ fn again(core: &Core, lease: &Arc<Lease>) {
 /// Takes a lost lease out of the table, tells, and leaves nothing of it on the server.
 pub(crate) fn tell_lost(core: &Arc<Core>, lease: &Arc<Lease>, reason: LostReason, clean: bool) {
     if core.holds.remove(lease) {
-        tracing::warn!(lock = %lease.ident.lock(), owner = %lease.ident.owner(), %reason, "a lock was lost");
+        tracing::warn!(lock = %lease.ident.lock(), owner = %lease.ident.owner_field(), %reason, "a lock was lost");
     }
     core.holds.lost(lease, reason);
     if clean {

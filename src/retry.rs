@@ -17,7 +17,10 @@ pub(crate) struct Patience {
 
 impl Patience {
     pub(crate) fn new(limit: Duration) -> Self {
-        Self { ends: Instant::now().checked_add(limit), next: FIRST }
+        Self {
+            ends: Instant::now().checked_add(limit),
+            next: FIRST,
+        }
     }
 
     /// Sleeps before another try; `false` if there is no time left for one.

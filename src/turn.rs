@@ -1,4 +1,5 @@
-//! The turns that one holder's operations on one lock take, and the operations that depend on their callers.
+//! The turns that one owner's operations on one lock take, and the operations that depend on their
+//! callers.
 
 use std::collections::BTreeMap;
 use std::pin::pin;
@@ -13,8 +14,8 @@ use tokio::time::timeout;
 /// For how long an operation waits for its turn before it has those ahead of it taken over.
 const STANDS_STILL: Duration = Duration::from_millis(100);
 
-/// Each script names the count that it expects, so the next may only be sent when the outcome of the one before is
-/// known.
+/// Each script names the count that it expects, so the next may only be sent when the outcome of
+/// the one before is known.
 pub(crate) struct Turns {
     line: Arc<tokio::sync::Mutex<()>>,
     in_hand: Arc<InHand>,
@@ -27,7 +28,11 @@ pub(crate) type Turn = OwnedMutexGuard<()>;
 
 impl Turns {
     pub(crate) fn new(in_hand: &Arc<InHand>) -> Arc<Self> {
-        Arc::new(Self { line: Arc::default(), in_hand: Arc::clone(in_hand), refusal: Mutex::default() })
+        Arc::new(Self {
+            line: Arc::default(),
+            in_hand: Arc::clone(in_hand),
+            refusal: Mutex::default(),
+        })
     }
 
     /// Stands in line from the first poll on.
@@ -40,7 +45,8 @@ impl Turns {
         self.insist(self.line_up()).await
     }
 
-    /// Waits in the line, and sees to it that it moves: a caller that has stopped to poll may have its turn.
+    /// Waits in the line, and sees to it that it moves: a caller that has stopped to poll may have
+    /// its turn.
     pub(crate) async fn insist(&self, turn: impl Future<Output = Turn>) -> Turn {
         let mut turn = pin!(turn);
         if let Some(turn) = turn.as_mut().now_or_never() {
@@ -51,7 +57,8 @@ impl Turns {
             if let Ok(turn) = timeout(patience, &mut turn).await {
                 return turn;
             }
-            // Who was being polled may have stopped since, but a server out of reach is no reason to look all the time.
+            // Who was being polled may have stopped since, but a server out of reach is no reason
+            // to look all the time.
             patience *= 2;
             self.in_hand.take_over_of(self.number());
         }
@@ -60,7 +67,10 @@ impl Turns {
     /// Enters an operation that its caller drives.
     pub(crate) fn enter(self: &Arc<Self>, operation: Weak<dyn TakeOver>) -> Ticket {
         let key = self.in_hand.enter(self.number(), operation);
-        Ticket { key, turns: Arc::clone(self) }
+        Ticket {
+            key,
+            turns: Arc::clone(self),
+        }
     }
 
     /// Tells it from others.
@@ -98,15 +108,25 @@ impl InHand {
         let old: Vec<_> = {
             let table = &mut *self.table.lock();
             let before = std::mem::replace(&mut table.round, table.next);
-            let old = table.operations.iter().filter(|((_, age), _)| *age < before);
-            old.filter_map(|(_, operation)| operation.upgrade()).collect()
+            let old = table
+                .operations
+                .iter()
+                .filter(|((_, age), _)| *age < before);
+            old.filter_map(|(_, operation)| operation.upgrade())
+                .collect()
         };
         old.into_iter().for_each(TakeOver::take_over);
     }
 
     /// Takes over everything.
     pub(crate) fn take_over_all(&self) {
-        let all: Vec<_> = self.table.lock().operations.values().filter_map(Weak::upgrade).collect();
+        let all: Vec<_> = self
+            .table
+            .lock()
+            .operations
+            .values()
+            .filter_map(Weak::upgrade)
+            .collect();
         all.into_iter().for_each(TakeOver::take_over);
     }
 
@@ -114,7 +134,8 @@ impl InHand {
         let all: Vec<_> = {
             let table = self.table.lock();
             let all = table.operations.range((line, 0)..=(line, u64::MAX));
-            all.filter_map(|(_, operation)| operation.upgrade()).collect()
+            all.filter_map(|(_, operation)| operation.upgrade())
+                .collect()
         };
         all.into_iter().for_each(TakeOver::take_over);
     }

@@ -1,4 +1,5 @@
-//! What the benchmarks share: a server, bare script calls beside which the locks are measured, and medians.
+//! What the benchmarks share: a server, bare script calls beside which the locks are measured, and
+//! medians.
 
 // Every benchmark includes this module and uses a part of it.
 #![allow(dead_code)]
@@ -8,7 +9,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use fred::clients::Client;
 use fred::interfaces::ClientLike;
-use fred::types::config::{Config, ConnectionConfig, PerformanceConfig, ReconnectPolicy, TcpConfig};
+use fred::types::config::{
+    Config, ConnectionConfig, PerformanceConfig, ReconnectPolicy, TcpConfig,
+};
 use fred::types::{ClusterHash, CustomCommand, Resp3Frame, RespVersion, Value};
 use redis::aio::MultiplexedConnection;
 use tokio::runtime::{Builder, Runtime};
@@ -21,10 +24,15 @@ pub const TRIVIAL: &str = "return 1";
 
 /// As many worker threads on every machine, so that runs on different ones can be compared.
 pub fn runtime() -> Runtime {
-    Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime")
+    Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime")
 }
 
-/// Script calls through fred with the settings that the locks' own link has, and nothing else of it.
+/// Script calls through fred with the settings that the locks' own link has, and nothing else of
+/// it.
 #[derive(Clone)]
 pub struct Fred(Client);
 
@@ -37,10 +45,16 @@ impl Fred {
             internal_command_timeout: REPLY,
             max_command_attempts: 1,
             max_redirections: 0,
-            tcp: TcpConfig { nodelay: Some(true), ..Default::default() },
+            tcp: TcpConfig {
+                nodelay: Some(true),
+                ..Default::default()
+            },
             ..Default::default()
         };
-        let performance = PerformanceConfig { default_command_timeout: REPLY, ..Default::default() };
+        let performance = PerformanceConfig {
+            default_command_timeout: REPLY,
+            ..Default::default()
+        };
         let policy = ReconnectPolicy::new_exponential(0, 5, 250, 2);
         let client = Client::new(config, Some(performance), Some(connection), Some(policy));
         // The connection lasts as long as the process.
@@ -66,34 +80,65 @@ pub struct Plain(MultiplexedConnection);
 impl Plain {
     pub async fn connect(url: &str) -> Self {
         let client = redis::Client::open(url).expect("a URL");
-        Self(client.get_multiplexed_async_connection().await.expect("a connection"))
+        Self(
+            client
+                .get_multiplexed_async_connection()
+                .await
+                .expect("a connection"),
+        )
     }
 
     /// Runs the trivial script.
     pub async fn call(&mut self, sha1: &str, key: &[u8]) {
-        let reply: i64 =
-            redis::cmd("EVALSHA").arg(sha1).arg(1).arg(key).query_async(&mut self.0).await.expect("a reply");
+        let reply: i64 = redis::cmd("EVALSHA")
+            .arg(sha1)
+            .arg(1)
+            .arg(key)
+            .query_async(&mut self.0)
+            .await
+            .expect("a reply");
         assert_eq!(reply, 1);
     }
 }
 
 /// Makes the server know a script, and tells its SHA-1.
 pub fn load(connection: &mut redis::Connection, text: &str) -> String {
-    redis::cmd("SCRIPT").arg("LOAD").arg(text).query(connection).expect("a SHA-1")
+    redis::cmd("SCRIPT")
+        .arg("LOAD")
+        .arg(text)
+        .query(connection)
+        .expect("a SHA-1")
 }
 
-/// The number that INFO has under that name, as in `("commandstats", "cmdstat_evalsha:calls=")`; 0 if there is none.
+/// The number that INFO has under that name, as in `("commandstats", "cmdstat_evalsha:calls=")`; 0
+/// if there is none.
 pub fn info(connection: &mut redis::Connection, section: &str, name: &str) -> u64 {
-    let info: String = redis::cmd("INFO").arg(section).query(connection).expect("INFO");
-    let value = info.lines().find_map(|line| line.strip_prefix(name)).unwrap_or("0");
-    let digits = value.split(|c: char| !c.is_ascii_digit()).next().unwrap_or_default();
+    let info: String = redis::cmd("INFO")
+        .arg(section)
+        .query(connection)
+        .expect("INFO");
+    let value = info
+        .lines()
+        .find_map(|line| line.strip_prefix(name))
+        .unwrap_or("0");
+    let digits = value
+        .split(|c: char| !c.is_ascii_digit())
+        .next()
+        .unwrap_or_default();
     digits.parse().expect("a number")
 }
 
 /// Which server this is.
 pub fn version(connection: &mut redis::Connection) -> String {
-    let info: String = redis::cmd("INFO").arg("server").query(connection).expect("INFO");
-    let field = |name: &str| info.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    let info: String = redis::cmd("INFO")
+        .arg("server")
+        .query(connection)
+        .expect("INFO");
+    let field = |name: &str| {
+        info.lines()
+            .find_map(|line| line.strip_prefix(name))
+            .map(str::trim)
+    };
     match (field("valkey_version:"), field("redis_version:")) {
         (Some(version), _) => format!("Valkey {version}"),
         (None, version) => format!("Redis {}", version.unwrap_or("of an unknown version")),

@@ -1,12 +1,12 @@
 //! A flash sale: the stock `stock_01` must never be oversold.
 //!
-//! Worker processes with many buyers each read the stock, think, and write back one less. They do so three times:
-//! without a lock, under a lock, and under a lock with functions that lock again. In the second sale one worker is
-//! killed while it holds the lock. At the end a table tells what was sold, and the exit status is not 0 if a sale
-//! under the lock went wrong.
+//! Worker processes with many buyers each read the stock, think, and write back one less. They do
+//! so three times: without a lock, under a lock, and under a lock with functions that lock again.
+//! In the second sale one worker is killed while it holds the lock. At the end a table tells what
+//! was sold, and the exit status is not 0 if a sale under the lock went wrong.
 //!
-//! `make demo` starts it, with a server of its own unless `REDIS_URL` names one; `make demo ARGS=--help` lists the
-//! options. How a buyer locks is in `shop.rs`; the rest is the stage for it.
+//! `make demo` starts it, with a server of its own unless `REDIS_URL` names one; `make demo
+//! ARGS=--help` lists the options. How a buyer locks is in `shop.rs`; the rest is the stage for it.
 
 mod options;
 mod progress;
@@ -80,14 +80,22 @@ async fn demo(options: &Options) -> Result<ExitCode, Failure> {
         }
         Err(signal) => {
             cleared?;
-            progress.say("Interrupted. The workers are stopped, and nothing is left on the server.");
+            progress
+                .say("Interrupted. The workers are stopped, and nothing is left on the server.");
             Ok(ExitCode::from(128 + signal))
         }
     }
 }
 
-async fn sell(options: &Options, server: &Server, progress: &mut Progress) -> Result<Vec<Outcome>, Failure> {
-    progress.say(&format!("Flash sale: {} of stock_01", plural(options.stock, "item")));
+async fn sell(
+    options: &Options,
+    server: &Server,
+    progress: &mut Progress,
+) -> Result<Vec<Outcome>, Failure> {
+    progress.say(&format!(
+        "Flash sale: {} of stock_01",
+        plural(options.stock, "item")
+    ));
     progress.note(&format!(
         "Buyers: {} in {} worker processes",
         count(options.workers * options.buyers),
@@ -109,20 +117,31 @@ async fn sell(options: &Options, server: &Server, progress: &mut Progress) -> Re
 fn conclude(outcomes: &[Outcome], progress: &mut Progress) -> ExitCode {
     let table = table::render(outcomes, progress.has_color());
     progress.say(&format!("\n{table}"));
-    let faults: Vec<String> = outcomes.iter().filter(|o| o.protection.locks()).flat_map(Outcome::faults).collect();
+    let faults: Vec<String> = outcomes
+        .iter()
+        .filter(|o| o.protection.locks())
+        .flat_map(Outcome::faults)
+        .collect();
     if !faults.is_empty() {
         progress.say(&format!("FAILED: {}.", faults.join("; ")));
         return ExitCode::FAILURE;
     }
-    let oversold: u64 = outcomes.iter().filter(|o| !o.protection.locks()).map(Outcome::oversold).sum();
+    let oversold: u64 = outcomes
+        .iter()
+        .filter(|o| !o.protection.locks())
+        .map(Outcome::oversold)
+        .sum();
     if oversold == 0 {
         progress.say(
             "Without a lock nothing was oversold this time, by chance: try more buyers or a longer --think.\n\
              With the lock nothing was either, although a worker died while it held it.",
         );
     } else {
-        let (items, were) =
-            if oversold == 1 { ("item that does not exist", "was") } else { ("items that do not exist", "were") };
+        let (items, were) = if oversold == 1 {
+            ("item that does not exist", "was")
+        } else {
+            ("items that do not exist", "were")
+        };
         progress.say(&format!(
             "Without a lock {} {items} {were} sold. With it: 0,\n\
              although a worker died while it held the lock.",

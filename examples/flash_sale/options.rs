@@ -41,7 +41,8 @@ pub struct Options {
     pub think: Duration,
 }
 
-/// What a worker process is told. The server's URL comes in the environment, as it may carry a password.
+/// What a worker process is told. The server's URL comes in the environment, as it may carry a
+/// password.
 #[derive(Clone)]
 pub struct Job {
     pub worker: u64,
@@ -56,11 +57,18 @@ pub struct Job {
 const WORKER: &str = "--be-a-worker";
 
 pub fn parse(args: impl Iterator<Item = String>) -> Result<Command, String> {
-    let mut options = Options { stock: 2000, workers: 4, buyers: 8, think: Duration::from_millis(1) };
+    let mut options = Options {
+        stock: 2000,
+        workers: 4,
+        buyers: 8,
+        think: Duration::from_millis(1),
+    };
     let mut args = args.peekable();
     if args.next_if(|arg| arg == WORKER).is_some() {
         let args: Vec<String> = args.collect();
-        return Job::from_args(&args).map(Command::Work).ok_or_else(|| format!("{WORKER} is for the demo itself"));
+        return Job::from_args(&args)
+            .map(Command::Work)
+            .ok_or_else(|| format!("{WORKER} is for the demo itself"));
     }
     while let Some(arg) = args.next() {
         let (name, inline) = match arg.split_once('=') {
@@ -68,10 +76,21 @@ pub fn parse(args: impl Iterator<Item = String>) -> Result<Command, String> {
             None => (arg.as_str(), None),
         };
         let mut number = |allowed: RangeInclusive<u64>| {
-            let value = inline.clone().or_else(|| args.next()).ok_or_else(|| format!("{name} needs a number"))?;
-            value.parse().ok().filter(|number| allowed.contains(number)).ok_or_else(|| {
-                format!("{name} {value:?} is refused: a number from {} to {}", allowed.start(), allowed.end())
-            })
+            let value = inline
+                .clone()
+                .or_else(|| args.next())
+                .ok_or_else(|| format!("{name} needs a number"))?;
+            value
+                .parse()
+                .ok()
+                .filter(|number| allowed.contains(number))
+                .ok_or_else(|| {
+                    format!(
+                        "{name} {value:?} is refused: a number from {} to {}",
+                        allowed.start(),
+                        allowed.end()
+                    )
+                })
         };
         match name {
             "--stock" => options.stock = number(1..=1_000_000)?,
@@ -96,19 +115,29 @@ impl Job {
             self.prefix.clone(),
             self.buyers.to_string(),
             self.think.as_micros().to_string(),
-            self.stop_at.map(|stock| stock.to_string()).unwrap_or_default(),
+            self.stop_at
+                .map(|stock| stock.to_string())
+                .unwrap_or_default(),
         ]
     }
 
     fn from_args(args: &[String]) -> Option<Self> {
-        let [worker, protection, prefix, buyers, think, stop_at] = args else { return None };
+        let [worker, protection, prefix, buyers, think, stop_at] = args else {
+            return None;
+        };
         Some(Self {
             worker: worker.parse().ok()?,
-            protection: Protection::ALL.into_iter().find(|known| known.name() == protection)?,
+            protection: Protection::ALL
+                .into_iter()
+                .find(|known| known.name() == protection)?,
             prefix: prefix.clone(),
             buyers: buyers.parse().ok()?,
             think: Duration::from_micros(think.parse().ok()?),
-            stop_at: if stop_at.is_empty() { None } else { Some(stop_at.parse().ok()?) },
+            stop_at: if stop_at.is_empty() {
+                None
+            } else {
+                Some(stop_at.parse().ok()?)
+            },
         })
     }
 }

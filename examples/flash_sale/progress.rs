@@ -11,7 +11,10 @@ pub struct Progress {
 
 impl Progress {
     pub fn new() -> Self {
-        Self { terminal: std::io::stdout().is_terminal(), drawn: None }
+        Self {
+            terminal: std::io::stdout().is_terminal(),
+            drawn: None,
+        }
     }
 
     pub fn has_color(&self) -> bool {
@@ -20,7 +23,11 @@ impl Progress {
 
     /// Begins a sale.
     pub fn title(&mut self, text: &str) {
-        let (bold, plain) = if self.has_color() { ("\x1b[1m", "\x1b[0m") } else { ("", "") };
+        let (bold, plain) = if self.has_color() {
+            ("\x1b[1m", "\x1b[0m")
+        } else {
+            ("", "")
+        };
         self.say(&format!("\n{bold}{text}{plain}"));
         self.drawn = None;
     }
@@ -73,7 +80,11 @@ impl Progress {
 pub fn bar(part: u64, whole: u64) -> String {
     const WIDTH: u64 = 24;
     let full = (part.min(whole) * WIDTH / whole.max(1)) as usize;
-    format!("[{}{}]", "#".repeat(full), ".".repeat(WIDTH as usize - full))
+    format!(
+        "[{}{}]",
+        "#".repeat(full),
+        ".".repeat(WIDTH as usize - full)
+    )
 }
 
 /// With a comma before each three digits.
@@ -91,7 +102,11 @@ pub fn count(number: u64) -> String {
 
 /// A count of something.
 pub fn plural(number: u64, one: &str) -> String {
-    format!("{} {one}{}", count(number), if number == 1 { "" } else { "s" })
+    format!(
+        "{} {one}{}",
+        count(number),
+        if number == 1 { "" } else { "s" }
+    )
 }
 
 /// A time with a unit that suits it.

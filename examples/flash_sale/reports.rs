@@ -20,7 +20,8 @@ pub enum Report {
 }
 
 impl Report {
-    /// Written at once, so that nothing is missing when the worker is killed. Ends the process when nobody reads.
+    /// Written at once, so that nothing is missing when the worker is killed. Ends the process when
+    /// nobody reads.
     pub fn send(self) {
         let line = match self {
             Self::Ready(client) => format!("ready {client}\n"),
@@ -31,7 +32,11 @@ impl Report {
             Self::Done => "done\n".to_owned(),
         };
         let mut out = std::io::stdout().lock();
-        if out.write_all(line.as_bytes()).and_then(|()| out.flush()).is_err() {
+        if out
+            .write_all(line.as_bytes())
+            .and_then(|()| out.flush())
+            .is_err()
+        {
             std::process::exit(1);
         }
     }

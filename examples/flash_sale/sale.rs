@@ -61,7 +61,10 @@ pub async fn run(
     });
     server.clear().await?;
     let keys = server.keys();
-    server.connection().set::<_, _, ()>(&keys.stock, options.stock).await?;
+    server
+        .connection()
+        .set::<_, _, ()>(&keys.stock, options.stock)
+        .await?;
     let observer = lock_client(server.url()).await?;
     let mut sale = Sale {
         protection,
@@ -204,11 +207,21 @@ impl Sale<'_> {
             }
             let _ = lines.send((index, None));
         });
-        Ok(Worker { number, process, stdin, client: None, ended: false })
+        Ok(Worker {
+            number,
+            process,
+            stdin,
+            client: None,
+            ended: false,
+        })
     }
 
     /// Takes in what a worker says.
-    async fn take(&mut self, index: usize, line: Option<String>) -> Result<Option<Report>, Failure> {
+    async fn take(
+        &mut self,
+        index: usize,
+        line: Option<String>,
+    ) -> Result<Option<Report>, Failure> {
         let worker = &mut self.workers[index];
         let Some(line) = line else {
             let status = worker.process.wait().await?;
@@ -218,7 +231,8 @@ impl Sale<'_> {
             worker.ended = true;
             return Ok(None);
         };
-        let report = Report::parse(&line).ok_or_else(|| format!("worker {} said {line:?}", worker.number))?;
+        let report = Report::parse(&line)
+            .ok_or_else(|| format!("worker {} said {line:?}", worker.number))?;
         match &report {
             Report::Ready(client) => worker.client = Some(client.clone()),
             Report::Waited(wait) => self.waits.push(*wait),
@@ -237,12 +251,22 @@ impl Sale<'_> {
 
     /// Kills a worker that holds the lock, if the server says so, too.
     async fn kill(&mut self, index: usize) -> Result<(), Failure> {
-        let holding = self.lock.holders().await?;
+        let holding = self.lock.owners().await?;
         let worker = &mut self.workers[index];
-        let owner = holding.first().map(|holding| holding.owner.clone()).unwrap_or_default();
-        if !worker.client.as_ref().is_some_and(|client| owner.starts_with(client.as_str())) {
+        let owner = holding
+            .first()
+            .map(|holding| holding.owner.clone())
+            .unwrap_or_default();
+        if !worker
+            .client
+            .as_ref()
+            .is_some_and(|client| owner.starts_with(client.as_str()))
+        {
             // On a machine that stood still: the worker will be told, and tries again.
-            let text = format!("Worker {} has lost the lock before it could be killed.", worker.number);
+            let text = format!(
+                "Worker {} has lost the lock before it could be killed.",
+                worker.number
+            );
             self.progress.note(&text);
             return Ok(());
         }
@@ -253,32 +277,53 @@ impl Sale<'_> {
         worker.ended = true;
         let number = worker.number;
         let state = self.state().await?;
-        self.progress
-            .note(&format!("Worker {number} was killed while it held the lock, with {} left.", count(state.left)));
+        self.progress.note(&format!(
+            "Worker {number} was killed while it held the lock, with {} left.",
+            count(state.left)
+        ));
         self.progress.note(&format!(
             "Nobody renews its lease any more, which frees the lock in at most {} s.",
             WATCHDOG_TIMEOUT.as_secs()
         ));
-        self.victim = Some(Victim { owner, killed, pause: None });
+        self.victim = Some(Victim {
+            owner,
+            killed,
+            pause: None,
+        });
         Ok(())
     }
 
     /// While the dead worker's lease lasts: how long that will be.
     async fn watch_pause(&mut self) -> Result<Option<String>, Failure> {
-        let Some(victim) = self.victim.as_mut().filter(|victim| victim.pause.is_none()) else { return Ok(None) };
+        let Some(victim) = self.victim.as_mut().filter(|victim| victim.pause.is_none()) else {
+            return Ok(None);
+        };
         let ttl = self.lock.remaining_ttl().await?.unwrap_or_default();
-        if self.lock.holders().await?.iter().any(|holding| holding.owner == victim.owner) {
-            return Ok(Some(format!("Waiting for the dead worker's lease: {} to go.", time(ttl))));
+        if self
+            .lock
+            .owners()
+            .await?
+            .iter()
+            .any(|holding| holding.owner == victim.owner)
+        {
+            return Ok(Some(format!(
+                "Waiting for the dead worker's lease: {} to go.",
+                time(ttl)
+            )));
         }
         let pause = *victim.pause.insert(victim.killed.elapsed());
-        self.progress.note(&format!("The others went on after {}.", time(pause)));
+        self.progress
+            .note(&format!("The others went on after {}.", time(pause)));
         Ok(None)
     }
 
     async fn state(&self) -> Result<State, Failure> {
         let keys = self.server.keys();
-        let (left, sold) =
-            redis::pipe().get(keys.stock).llen(keys.orders).query_async(&mut self.server.connection()).await?;
+        let (left, sold) = redis::pipe()
+            .get(keys.stock)
+            .llen(keys.orders)
+            .query_async(&mut self.server.connection())
+            .await?;
         Ok(State { sold, left })
     }
 
@@ -289,7 +334,11 @@ impl Sale<'_> {
         let orders = self.server.keys().orders;
         let mut per_item: HashMap<String, u64> = HashMap::new();
         for from in (0..sold as isize).step_by(AT_ONCE as usize) {
-            let part: Vec<String> = self.server.connection().lrange(&orders, from, from + AT_ONCE - 1).await?;
+            let part: Vec<String> = self
+                .server
+                .connection()
+                .lrange(&orders, from, from + AT_ONCE - 1)
+                .await?;
             for order in part {
                 let item = order.split(' ').next().unwrap_or_default();
                 *per_item.entry(item.to_owned()).or_default() += 1;
@@ -305,7 +354,9 @@ impl Sale<'_> {
             took,
             waits: std::mem::take(&mut self.waits),
             depth: self.depth,
-            killed: self.victim.take().map(|victim| Killed { pause: victim.pause.unwrap_or_default() }),
+            killed: self.victim.take().map(|victim| Killed {
+                pause: victim.pause.unwrap_or_default(),
+            }),
         };
         self.progress.note(&outcome.describe());
         Ok(outcome)
@@ -316,8 +367,17 @@ impl State {
     fn describe(self, protection: Protection, stock: u64, elapsed: Duration) -> String {
         let bar = bar(stock.saturating_sub(self.left), stock);
         let warning = if self.sold > stock { "  OVERSOLD" } else { "" };
-        let left = if protection.locks() { "left" } else { "left, says the stock" };
-        format!("{bar} {} sold, {} {left}, {:.1} s{warning}", count(self.sold), count(self.left), elapsed.as_secs_f64())
+        let left = if protection.locks() {
+            "left"
+        } else {
+            "left, says the stock"
+        };
+        format!(
+            "{bar} {} sold, {} {left}, {:.1} s{warning}",
+            count(self.sold),
+            count(self.left),
+            elapsed.as_secs_f64()
+        )
     }
 }
 
@@ -327,15 +387,19 @@ impl Outcome {
         self.sold.saturating_sub(self.stock)
     }
 
-    /// How often the lock passed to another holder. Each acquisition is a holder of its own; the first one's lock
-    /// came from nobody, and an inner acquisition is no handover, as it re-enters.
+    /// How often the lock passed to another owner. Each acquisition is a owner of its own; the
+    /// first one's lock came from nobody, and an inner acquisition is no handover, as it re-enters.
     pub fn handovers(&self) -> u64 {
         (self.waits.len() as u64).saturating_sub(1)
     }
 
     /// The rate over the time of the sale, without the pause after a kill.
     pub fn per_second(&self, number: u64) -> u64 {
-        let pause = self.killed.as_ref().map(|killed| killed.pause).unwrap_or_default();
+        let pause = self
+            .killed
+            .as_ref()
+            .map(|killed| killed.pause)
+            .unwrap_or_default();
         (number as f64 / self.took.saturating_sub(pause).as_secs_f64().max(1e-3)) as u64
     }
 
@@ -344,10 +408,16 @@ impl Outcome {
         let name = self.protection.name();
         let mut faults = Vec::new();
         if self.sold != self.stock || self.left != 0 {
-            faults.push(format!("{name}: {} sold and {} left of {}", self.sold, self.left, self.stock));
+            faults.push(format!(
+                "{name}: {} sold and {} left of {}",
+                self.sold, self.left, self.stock
+            ));
         }
         if self.items != self.sold {
-            faults.push(format!("{name}: one item was sold {} times", self.most_for_one_item));
+            faults.push(format!(
+                "{name}: one item was sold {} times",
+                self.most_for_one_item
+            ));
         }
         if self.protection == Protection::Lock && self.killed.is_none() {
             faults.push(format!("{name}: no worker was killed"));
@@ -359,7 +429,12 @@ impl Outcome {
     }
 
     fn describe(&self) -> String {
-        let sold = format!("{} for {} in {}", plural(self.sold, "order"), plural(self.stock, "item"), time(self.took));
+        let sold = format!(
+            "{} for {} in {}",
+            plural(self.sold, "order"),
+            plural(self.stock, "item"),
+            time(self.took)
+        );
         match (self.oversold(), self.faults().is_empty()) {
             (0, true) => format!("{sold}: each sold exactly once."),
             (0, false) => format!("{sold}."),

@@ -27,11 +27,14 @@ no Redis or Valkey server was found.
 
 /// A connection for the sale's data.
 pub async fn connect(client: &Client) -> RedisResult<MultiplexedConnection> {
-    // On a busy machine a late answer is better than none; the lock's lease says when a buyer has to stop.
+    // On a busy machine a late answer is better than none; the lock's lease says when a buyer has
+    // to stop.
     let config = AsyncConnectionConfig::new()
         .set_connection_timeout(Some(PATIENCE))
         .set_response_timeout(Some(Duration::from_secs(30)));
-    client.get_multiplexed_async_connection_with_config(&config).await
+    client
+        .get_multiplexed_async_connection_with_config(&config)
+        .await
 }
 
 pub struct Server {
@@ -79,7 +82,10 @@ impl Server {
         let mut connection = self.connection();
         // More than once, since the last command of a killed worker may still be on its way.
         for _ in 0..50 {
-            let removed: u64 = redis::cmd("DEL").arg(&self.keys().all()).query_async(&mut connection).await?;
+            let removed: u64 = redis::cmd("DEL")
+                .arg(&self.keys().all())
+                .query_async(&mut connection)
+                .await?;
             if removed == 0 {
                 return Ok(());
             }
@@ -90,16 +96,27 @@ impl Server {
 
     /// A server of somebody's, on which only keys of our own are touched.
     async fn named(url: String) -> Result<Self, Failure> {
-        let client = Client::open(url.as_str()).map_err(|problem| format!("REDIS_URL: {problem}"))?;
+        let client =
+            Client::open(url.as_str()).map_err(|problem| format!("REDIS_URL: {problem}"))?;
         let address = client.get_connection_info().addr().to_string();
-        let mut connection =
-            connect(&client).await.map_err(|problem| format!("REDIS_URL: no connection to {address}: {problem}"))?;
-        let version = Info::of(&mut connection).await.map(|info| info.version).unwrap_or_default();
+        let mut connection = connect(&client)
+            .await
+            .map_err(|problem| format!("REDIS_URL: no connection to {address}: {problem}"))?;
+        let version = Info::of(&mut connection)
+            .await
+            .map(|info| info.version)
+            .unwrap_or_default();
         let run = uuid::Uuid::new_v4().simple().to_string();
         // In braces, so that all keys of a run are in one slot.
         let prefix = format!("flash_sale:{{{}}}:", &run[..8]);
         let description = format!("{address} (REDIS_URL){version}; keys {prefix}*");
-        Ok(Self { url, prefix, description, connection, _private: None })
+        Ok(Self {
+            url,
+            prefix,
+            description,
+            connection,
+            _private: None,
+        })
     }
 
     async fn private() -> Result<Self, Failure> {
@@ -112,12 +129,22 @@ impl Server {
             match process.answer(&url, begun).await {
                 Ok((connection, info)) => {
                     let pid = process.server.id();
-                    let description = format!("private, 127.0.0.1:{port}{}, pid {pid}", info.version);
-                    return Ok(Self { url, prefix: String::new(), description, connection, _private: Some(process) });
+                    let description =
+                        format!("private, 127.0.0.1:{port}{}, pid {pid}", info.version);
+                    return Ok(Self {
+                        url,
+                        prefix: String::new(),
+                        description,
+                        connection,
+                        _private: Some(process),
+                    });
                 }
                 // Somebody was quicker to take the port.
-                Err(log) if log.contains("Address already in use") && begun.elapsed() < PATIENCE => {}
-                Err(log) => return Err(format!("{} does not start:\n{log}", binary.display()).into()),
+                Err(log)
+                    if log.contains("Address already in use") && begun.elapsed() < PATIENCE => {}
+                Err(log) => {
+                    return Err(format!("{} does not start:\n{log}", binary.display()).into());
+                }
             }
         }
     }
@@ -136,7 +163,16 @@ impl Process {
         let folder = TempDir::with_prefix("flash_sale-")?;
         let log = File::create(folder.path().join("log"))?;
         let mut server = Command::new(binary)
-            .args(["--bind", "127.0.0.1", "--port", &port.to_string(), "--save", "", "--appendonly", "no"])
+            .args([
+                "--bind",
+                "127.0.0.1",
+                "--port",
+                &port.to_string(),
+                "--save",
+                "",
+                "--appendonly",
+                "no",
+            ])
             .arg("--dir")
             .arg(folder.path())
             .stdin(Stdio::null())
@@ -148,7 +184,10 @@ impl Process {
             .map_err(|problem| format!("{} does not start: {problem}", binary.display()))?;
         // When this process ends, however it does, the pipe is closed and `read` returns.
         let caretaker = Command::new("sh")
-            .args(["-c", r#"trap '' INT TERM HUP; read _; kill -KILL "$0"; rm -rf "$1""#])
+            .args([
+                "-c",
+                r#"trap '' INT TERM HUP; read _; kill -KILL "$0"; rm -rf "$1""#,
+            ])
             .arg(server.id().to_string())
             .arg(folder.path())
             .stdin(Stdio::piped())
@@ -157,7 +196,11 @@ impl Process {
             .process_group(0)
             .spawn();
         match caretaker {
-            Ok(caretaker) => Ok(Self { server, caretaker, folder }),
+            Ok(caretaker) => Ok(Self {
+                server,
+                caretaker,
+                folder,
+            }),
             Err(problem) => {
                 server.kill()?;
                 server.wait()?;
@@ -167,12 +210,19 @@ impl Process {
     }
 
     /// A connection once it answers; its log if it does not.
-    async fn answer(&mut self, url: &str, begun: Instant) -> Result<(MultiplexedConnection, Info), String> {
+    async fn answer(
+        &mut self,
+        url: &str,
+        begun: Instant,
+    ) -> Result<(MultiplexedConnection, Info), String> {
         let client = Client::open(url).map_err(|problem| problem.to_string())?;
         while begun.elapsed() < PATIENCE && matches!(self.server.try_wait(), Ok(None)) {
             if let Ok(mut connection) = connect(&client).await {
                 // On this port another server may answer.
-                if let Some(info) = Info::of(&mut connection).await.filter(|info| info.pid == self.server.id()) {
+                if let Some(info) = Info::of(&mut connection)
+                    .await
+                    .filter(|info| info.pid == self.server.id())
+                {
                     return Ok((connection, info));
                 }
             }
@@ -202,14 +252,24 @@ struct Info {
 
 impl Info {
     async fn of(connection: &mut MultiplexedConnection) -> Option<Self> {
-        let info: String = redis::cmd("INFO").arg("server").query_async(connection).await.ok()?;
-        let field = |name: &str| info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        let info: String = redis::cmd("INFO")
+            .arg("server")
+            .query_async(connection)
+            .await
+            .ok()?;
+        let field = |name: &str| {
+            info.lines()
+                .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+        };
         let version = match (field("valkey_version"), field("redis_version")) {
             (Some(version), _) => format!(", Valkey {version}"),
             (None, Some(version)) => format!(", Redis {version}"),
             (None, None) => String::new(),
         };
-        Some(Self { version, pid: field("process_id")?.parse().ok()? })
+        Some(Self {
+            version,
+            pid: field("process_id")?.parse().ok()?,
+        })
     }
 }
 

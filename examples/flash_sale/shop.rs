@@ -15,10 +15,15 @@ pub const WATCHDOG_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// One for a process is enough, whatever the number of its locks and buyers.
 pub async fn lock_client(url: &str) -> Result<LockClient, Failure> {
-    // By default a reply may take a third of the watchdog timeout. Here the demo goes on even on a very busy machine.
+    // By default a reply may take a third of the watchdog timeout. Here the demo goes on even on a
+    // very busy machine.
     let patience = Duration::from_secs(10);
     let client = LockClient::builder().watchdog_timeout(WATCHDOG_TIMEOUT);
-    Ok(client.connect_timeout(patience).command_timeout(patience).connect(url).await?)
+    Ok(client
+        .connect_timeout(patience)
+        .command_timeout(patience)
+        .connect(url)
+        .await?)
 }
 
 /// What keeps two buyers from selling the same item.
@@ -53,13 +58,16 @@ impl Shop {
 
     /// Read, think, write back: whoever reads while another one thinks sells the same item again.
     async fn place_order_unlocked(&self, buyer: &str) -> Result<bool, Failure> {
-        let Some(item) = self.next_item().await? else { return Ok(false) };
+        let Some(item) = self.next_item().await? else {
+            return Ok(false);
+        };
         tokio::time::sleep(self.think).await;
         self.write_back(item, buyer).await?;
         Ok(true)
     }
 
-    /// The same under the lock: while one buyer thinks, all others wait, in whatever process they are.
+    /// The same under the lock: while one buyer thinks, all others wait, in whatever process they
+    /// are.
     async fn place_order_locked(&self, buyer: &str) -> Result<bool, Failure> {
         let asked = Instant::now();
         self.lock
@@ -75,14 +83,16 @@ impl Shop {
             .await?
     }
 
-    /// The same in steps that lock by themselves, as they are called from elsewhere, too. Inside this lock they
-    /// re-enter: they neither wait nor give it up.
+    /// The same in steps that lock by themselves, as they are called from elsewhere, too. Inside
+    /// this lock they re-enter: they neither wait nor give it up.
     async fn place_order_reentrant(&self, buyer: &str) -> Result<bool, Failure> {
         let asked = Instant::now();
         self.lock
             .run(async {
                 Report::Waited(asked.elapsed()).send();
-                let Some(item) = self.reserve_stock().await? else { return Ok(false) };
+                let Some(item) = self.reserve_stock().await? else {
+                    return Ok(false);
+                };
                 self.write_invoice(item, buyer).await?;
                 Ok(true)
             })
@@ -125,7 +135,10 @@ impl Shop {
 
     /// Half-way, the victim tells that it has the lock, and stops there until it is killed.
     async fn stop_if_told(&self, item: Option<u64>) {
-        if self.stop_at.is_some_and(|stop_at| item.unwrap_or(0) <= stop_at) {
+        if self
+            .stop_at
+            .is_some_and(|stop_at| item.unwrap_or(0) <= stop_at)
+        {
             Report::Holding.send();
             std::future::pending::<()>().await;
         }

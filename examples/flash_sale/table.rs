@@ -22,16 +22,30 @@ pub fn render(outcomes: &[Outcome], color: bool) -> String {
         row("left", &|o| count(o.left)),
         row("oversold", &|o| count(o.oversold())),
         row("most orders for one item", &|o| count(o.most_for_one_item)),
-        row("hold count, nested", &|o| o.depth.map_or(NONE.to_owned(), count)),
+        row("hold count, nested", &|o| {
+            o.depth.map_or(NONE.to_owned(), count)
+        }),
         row("workers killed", &|o| count(u64::from(o.killed.is_some()))),
         row("time", &|o| time(o.took)),
         row("orders/s", &|o| count(o.per_second(o.sold))),
-        row("handovers/s", &|o| if o.protection.locks() { count(o.per_second(o.handovers())) } else { NONE.into() }),
-        row("lock wait p50", &|o| percentile(&o.waits, 50).map_or(NONE.to_owned(), time)),
-        row("lock wait p99", &|o| percentile(&o.waits, 99).map_or(NONE.to_owned(), time)),
+        row("handovers/s", &|o| {
+            if o.protection.locks() {
+                count(o.per_second(o.handovers()))
+            } else {
+                NONE.into()
+            }
+        }),
+        row("lock wait p50", &|o| {
+            percentile(&o.waits, 50).map_or(NONE.to_owned(), time)
+        }),
+        row("lock wait p99", &|o| {
+            percentile(&o.waits, 99).map_or(NONE.to_owned(), time)
+        }),
     ];
     let columns = outcomes.len() + 1;
-    let widths: Vec<usize> = (0..columns).map(|at| rows.iter().map(|row| row[at].len()).max().unwrap_or(0)).collect();
+    let widths: Vec<usize> = (0..columns)
+        .map(|at| rows.iter().map(|row| row[at].len()).max().unwrap_or(0))
+        .collect();
     let mut text = String::new();
     for (number, row) in rows.iter().enumerate() {
         let mut line = format!("  {:<width$}", row[0], width = widths[0]);
@@ -46,14 +60,26 @@ pub fn render(outcomes: &[Outcome], color: bool) -> String {
         }
         let _ = writeln!(text, "{line}");
         if number == 0 {
-            let _ = writeln!(text, "  {}", "-".repeat(widths.iter().sum::<usize>() + 3 * (columns - 1)));
+            let _ = writeln!(
+                text,
+                "  {}",
+                "-".repeat(widths.iter().sum::<usize>() + 3 * (columns - 1))
+            );
         }
     }
-    for killed in outcomes.iter().filter_map(|outcome| outcome.killed.as_ref()) {
+    for killed in outcomes
+        .iter()
+        .filter_map(|outcome| outcome.killed.as_ref())
+    {
         let pause = time(killed.pause);
-        let _ =
-            writeln!(text, "\n  The pause of {pause} until the dead worker's lease was over is in that sale's time");
-        let _ = writeln!(text, "  and waits, but not in its orders/s and handovers/s.");
+        let _ = writeln!(
+            text,
+            "\n  The pause of {pause} until the dead worker's lease was over is in that sale's time"
+        );
+        let _ = writeln!(
+            text,
+            "  and waits, but not in its orders/s and handovers/s."
+        );
     }
     text
 }
@@ -62,5 +88,7 @@ pub fn render(outcomes: &[Outcome], color: bool) -> String {
 fn percentile(waits: &[Duration], percent: usize) -> Option<Duration> {
     let mut waits = waits.to_vec();
     waits.sort_unstable();
-    waits.get((waits.len() * percent).div_ceil(100).checked_sub(1)?).copied()
+    waits
+        .get((waits.len() * percent).div_ceil(100).checked_sub(1)?)
+        .copied()
 }

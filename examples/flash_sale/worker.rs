@@ -49,7 +49,11 @@ async fn sell(job: Job) -> Result<(), Failure> {
 
     let mut buyers = JoinSet::new();
     for buyer in 1..=job.buyers {
-        buyers.spawn(buy(Arc::clone(&shop), job.protection, format!("worker-{}/buyer-{buyer}", job.worker)));
+        buyers.spawn(buy(
+            Arc::clone(&shop),
+            job.protection,
+            format!("worker-{}/buyer-{buyer}", job.worker),
+        ));
     }
     while let Some(bought) = buyers.join_next().await {
         bought??;
@@ -77,7 +81,8 @@ async fn buy(shop: Arc<Shop>, protection: Protection, buyer: String) -> Result<(
     }
 }
 
-/// The first line on the standard input is the start. Its end means that the demo is gone: then this process ends.
+/// The first line on the standard input is the start. Its end means that the demo is gone: then
+/// this process ends.
 fn start_signal() -> oneshot::Receiver<()> {
     let (start, started) = oneshot::channel();
     // A thread, as a runtime would not end before its read has ended.

@@ -15,8 +15,8 @@
 --   3, message  no hold was taken: the server's refusal for this name
 --
 -- Idempotent: it writes `target` over `before` only, so a second run finds `target` and leaves it.
--- The expiry is set by the same run as the field (a user who may not set it gets no lock), and is never shortened.
--- Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
+-- The expiry is set by the same run as the field (a user who may not set it gets no lock), and is
+-- never shortened. Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
 
 local function acquire(name, owner, lease, before, target)
   local left = redis.call('pttl', name)

@@ -9,8 +9,9 @@
 --   1, count    the owner's hold count (0: no field)
 --   3, message  the server's refusal for this name
 --
--- Asked before the first acquire of an owner that may hold the lock without our record of it (an adopted
--- client id, a holder made from a thread id): the acquire then names the true count as `before`.
+-- Asked before the first acquire of an owner that may hold the lock without our record of it (an
+-- adopted client id, a holder made from a thread id): the acquire then names the true count as
+-- `before`.
 
 local reply = { ARGV[1] }
 for i, name in ipairs(KEYS) do

@@ -11,9 +11,9 @@
 --   0, 0        nothing was changed: that owner does not hold it
 --   3, message  nothing was changed: the server's refusal for this name
 --
--- Idempotent with an owner: a second run takes no other owner's lock. Without one it is not, and is sent once.
--- A key of another type is refused and stays (Redisson would delete it).
--- Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
+-- Idempotent with an owner: a second run takes no other owner's lock. Without one it is not, and is
+-- sent once. A key of another type is refused and stays (Redisson would delete it). Checked side by
+-- side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
 
 local function force_unlock(name, owner, channel)
   local held = redis.pcall('hexists', name, owner)

@@ -1,4 +1,5 @@
--- release.lua: lowers the owner's hold count on each of the locks named; a count of 0 frees the lock.
+-- release.lua: lowers the owner's hold count on each of the locks named; a count of 0 frees the
+-- lock.
 --
 -- KEYS       name...  the hash of each lock
 -- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
@@ -14,9 +15,9 @@
 --   2, count    nothing was changed: the owner's count is below `leave` already (0: no field, not the owner)
 --   3, message  the server's refusal for this name; the lock is not free
 --
--- Idempotent: it sets the count that it was told to leave, so a second run changes nothing (and answers
--- 2, 0 where the first one freed the lock). A publish that the server refuses (ACL) never keeps the lock.
--- Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
+-- Idempotent: it sets the count that it was told to leave, so a second run changes nothing (and
+-- answers 2, 0 where the first one freed the lock). A publish that the server refuses (ACL) never
+-- keeps the lock. Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
 
 local function release(name, owner, channel, lease, leave)
   local count = redis.pcall('hget', name, owner)
@@ -43,7 +44,8 @@ local function release(name, owner, channel, lease, leave)
       return 2, count
     end
   end
-  -- Before the count: a server without memory refuses a script's first write if it may grow, and later ones no more.
+  -- Before the count: a server without memory refuses a script's first write if it may grow, and
+  -- later ones no more.
   local left = redis.call('pttl', name)
   local expires = redis.pcall('pexpire', name, math.max(left, tonumber(lease)))
   if type(expires) == 'table' then

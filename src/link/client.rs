@@ -22,14 +22,15 @@ use crate::error::{Error, Step};
 
 /// The connection for calls, replaced when it is lost or cannot be trusted any more.
 ///
-/// Replies are matched to calls by their order alone, so a call that had no reply in time may have left
-/// the order shifted. Scripts echo a ticket that proves whose reply it is; and after a time-out or a
-/// foreign ticket the connection is given up for a new one.
+/// Replies are matched to calls by their order alone, so a call that had no reply in time may have
+/// left the order shifted. Scripts echo a ticket that proves whose reply it is; and after a
+/// time-out or a foreign ticket the connection is given up for a new one.
 ///
-/// What was sent on a connection may still be on its way when the client has given it up, and would be run
-/// whenever it arrives: a late copy of a release would take its holder's next hold. So a new connection first has the
-/// server close the old one (`CLIENT KILL`, <https://redis.io/docs/latest/commands/client-kill/>); only then
-/// are calls made on it, among them the repeats of those whose outcome is unknown.
+/// What was sent on a connection may still be on its way when the client has given it up, and would
+/// be run whenever it arrives: a late copy of a release would take its owner's next hold. So a new
+/// connection first has the server close the old one (`CLIENT KILL`,
+/// <https://redis.io/docs/latest/commands/client-kill/>); only then are calls made on it, among
+/// them the repeats of those whose outcome is unknown.
 pub(crate) struct Link {
     shared: Arc<Shared>,
     keeper: JoinHandle<()>,
@@ -58,24 +59,33 @@ impl Link {
     /// Connects, and loads the scripts given so that calling them by their SHA-1 works at once.
     pub(crate) async fn connect(settings: Settings, scripts: &[What]) -> Result<Self, Error> {
         let line = Line::open(&settings, Reconnect::Never).await?;
-        // Without its name nothing that was sent on it could be ruled out: one of a server that is too busy to tell it is
-        // given up for another at once.
+        // Without its name nothing that was sent on it could be ruled out: one of a server that is
+        // too busy to tell it is given up for another at once.
         let asked = Instant::now();
         let (identity, nameless) = match identify(&line, &settings).await {
             Ok(identity) => (identity, false),
             Err(Failure::Server(_)) => (None, true),
             Err(_) if asked.elapsed() >= settings.connect_timeout() => {
-                return Err(Error::Timeout { step: Step::Connect, after: settings.connect_timeout() });
+                return Err(Error::Timeout {
+                    step: Step::Connect,
+                    after: settings.connect_timeout(),
+                });
             }
             Err(_) => {
-                let detail = format!("{}: it was lost while connecting (try again)", settings.address());
+                let detail = format!(
+                    "{}: it was lost while connecting (try again)",
+                    settings.address()
+                );
                 return Err(Error::Connection { detail });
             }
         };
         refuse_cluster(&line).await?;
         for script in scripts {
             let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
-            let args = vec![Value::from_static_str("LOAD"), Value::from_static_str(script.text)];
+            let args = vec![
+                Value::from_static_str("LOAD"),
+                Value::from_static_str(script.text),
+            ];
             if let Err(failure) = say(&line, load, args).await {
                 // Not needed for being right: a script that the server does not know is sent whole.
                 tracing::debug!(%failure, "scripts could not be loaded in advance");
@@ -84,7 +94,11 @@ impl Link {
         }
         let shared = Arc::new(Shared {
             settings,
-            line: RwLock::new(Some(Arc::new(Numbered { number: 1, line, identity }))),
+            line: RwLock::new(Some(Arc::new(Numbered {
+                number: 1,
+                line,
+                identity,
+            }))),
             distrusted: AtomicU64::new(0),
             mend: Notify::new(),
             ready: Notify::new(),
@@ -98,8 +112,12 @@ impl Link {
         Ok(Self { shared, keeper })
     }
 
-    /// Makes a call. It is on its way when the future is first polled; dropping the future does not recall it.
-    pub(crate) fn call(&self, call: Call) -> impl Future<Output = Result<Reply, Failure>> + Send + use<> {
+    /// Makes a call. It is on its way when the future is first polled; dropping the future does not
+    /// recall it.
+    pub(crate) fn call(
+        &self,
+        call: Call,
+    ) -> impl Future<Output = Result<Reply, Failure>> + Send + use<> {
         let shared = Arc::clone(&self.shared);
         async move { shared.script(call).await }
     }
@@ -131,7 +149,14 @@ impl Drop for Link {
 
 impl Shared {
     /// Runs a script, and proves that the reply is its own.
-    async fn script(&self, Call { what: What { sha1, text }, keys, args }: Call) -> Result<Reply, Failure> {
+    async fn script(
+        &self,
+        Call {
+            what: What { sha1, text },
+            keys,
+            args,
+        }: Call,
+    ) -> Result<Reply, Failure> {
         let ticket = Bytes::from(self.tickets.fetch_add(1, Ordering::Relaxed).to_string());
         let arguments = |first: &'static str| {
             let mut all = Vec::with_capacity(keys.len() + args.len() + 3);
@@ -160,15 +185,21 @@ impl Shared {
             }
             other => {
                 self.distrust(line.number, "a reply belonged to another call");
-                Err(Failure::Unknown(format!("the reply belongs to another call: {other:?}")))
+                Err(Failure::Unknown(format!(
+                    "the reply belongs to another call: {other:?}"
+                )))
             }
         }
     }
 
-    /// An error carries no ticket. So the next reply on the connection is looked at: is that the one that was asked for?
+    /// An error carries no ticket. So the next reply on the connection is looked at: is that the
+    /// one that was asked for?
     async fn proved(&self, line: &Numbered, ticket: Bytes, message: String) -> Failure {
         let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
-        match self.send(line, ping, vec![Value::Bytes(ticket.clone())]).await {
+        match self
+            .send(line, ping, vec![Value::Bytes(ticket.clone())])
+            .await
+        {
             Ok(Reply::Text(echo)) if echo == ticket => Failure::Server(message),
             // The server refuses this, too: it is busy, or gives no right to it.
             Err(Failure::Server(_)) => Failure::Server(message),
@@ -184,7 +215,8 @@ impl Shared {
     async fn line(&self) -> Result<Arc<Numbered>, Failure> {
         let trusted = || {
             let line = self.line.read().clone()?;
-            (!line.line.has_ended() && self.distrusted.load(Ordering::Acquire) < line.number).then_some(line)
+            (!line.line.has_ended() && self.distrusted.load(Ordering::Acquire) < line.number)
+                .then_some(line)
         };
         if let Some(line) = trusted() {
             return Ok(line);
@@ -202,9 +234,11 @@ impl Shared {
                 ready.await;
             }
         };
-        tokio::time::timeout(limit, some)
-            .await
-            .unwrap_or_else(|_| Err(Failure::NotSent("the connection is lost, and there is no new one yet".into())))
+        tokio::time::timeout(limit, some).await.unwrap_or_else(|_| {
+            Err(Failure::NotSent(
+                "the connection is lost, and there is no new one yet".into(),
+            ))
+        })
     }
 
     pub(super) async fn send(
@@ -232,7 +266,11 @@ impl Shared {
 pub(super) const LOST: &str = "the connection was lost before the reply";
 
 /// Makes a call on a line.
-pub(super) async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -> Result<Reply, Failure> {
+pub(super) async fn say(
+    line: &Line,
+    command: CustomCommand,
+    args: Vec<Value>,
+) -> Result<Reply, Failure> {
     // Boxed, because it is large and every future around it would carry it along.
     let call = line.client().custom_raw(command, args).boxed();
     let outcome = tokio::select! {
@@ -245,7 +283,9 @@ pub(super) async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -
         .map_err(|problem| match problem.kind() {
             ErrorKind::Timeout => Failure::Unknown("no reply in time".into()),
             // So it says when the task that drives the connection has ended.
-            ErrorKind::Canceled | ErrorKind::Unknown if problem.details().contains("channel closed") => {
+            ErrorKind::Canceled | ErrorKind::Unknown
+                if problem.details().contains("channel closed") =>
+            {
                 Failure::Unknown(LOST.into())
             }
             ErrorKind::Backpressure | ErrorKind::Config | ErrorKind::InvalidArgument => {
@@ -256,16 +296,22 @@ pub(super) async fn say(line: &Line, command: CustomCommand, args: Vec<Value>) -
         .and_then(read)
 }
 
-/// Refuses a server that has only a part of the keys, or none. One that will not say (ACL) is taken for a lone one.
+/// Refuses a server that has only a part of the keys, or none. One that will not say (ACL) is taken
+/// for a lone one.
 async fn refuse_cluster(line: &Line) -> Result<(), Error> {
     let info = CustomCommand::new_static("INFO", ClusterHash::Random, false);
-    let Ok(Reply::Text(info)) = say(line, info, vec![Value::from_static_str("server")]).await else {
+    let Ok(Reply::Text(info)) = say(line, info, vec![Value::from_static_str("server")]).await
+    else {
         return Ok(());
     };
     let info = String::from_utf8_lossy(&info);
     // Valkey has another name for it.
-    let mode =
-        |field: &str| field.strip_prefix("redis_mode:").or(field.strip_prefix("server_mode:")).map(str::to_owned);
+    let mode = |field: &str| {
+        field
+            .strip_prefix("redis_mode:")
+            .or(field.strip_prefix("server_mode:"))
+            .map(str::to_owned)
+    };
     match info.lines().find_map(mode).as_deref().map(str::trim) {
         None | Some("standalone") => Ok(()),
         Some(mode) => Err(Error::InvalidConfig {

@@ -27,9 +27,11 @@ fn value(frame: Resp3Frame) -> Reply {
             Reply::List(data.into_iter().map(value).collect())
         }
         Resp3Frame::Set { data, .. } => Reply::List(data.into_iter().map(value).collect()),
-        Resp3Frame::Map { data, .. } => {
-            Reply::List(data.into_iter().flat_map(|(key, item)| [value(key), value(item)]).collect())
-        }
+        Resp3Frame::Map { data, .. } => Reply::List(
+            data.into_iter()
+                .flat_map(|(key, item)| [value(key), value(item)])
+                .collect(),
+        ),
         // An error inside an array stays readable.
         Resp3Frame::SimpleError { data, .. } => Reply::Text(Bytes::from(data.to_string())),
         Resp3Frame::BlobError { data, .. } => Reply::Text(data),

@@ -14,18 +14,24 @@ use super::line::Line;
 use super::settings::Reconnect;
 use super::{Failure, Reply, Settings};
 
-/// Watches the connection: its end, calls that distrust it, and its silence while nobody calls. Replaces it.
+/// Watches the connection: its end, calls that distrust it, and its silence while nobody calls.
+/// Replaces it.
 pub(super) async fn keep(shared: Arc<Shared>) {
-    let period = shared.settings.command_timeout().max(Duration::from_millis(100));
+    let period = shared
+        .settings
+        .command_timeout()
+        .max(Duration::from_millis(100));
     // The connections whose late calls are not ruled out yet.
     let mut unfenced = Vec::new();
     loop {
-        let Some(line) = shared.line.read().clone() else { return };
+        let Some(line) = shared.line.read().clone() else {
+            return;
+        };
         tokio::select! {
             () = shared.mend.notified() => {}
             () = line.line.ended() => {}
-            // What is wrong with the connection is found out by sending; a refusal is an answer, too. Dropped as soon as
-            // somebody else finds it out.
+            // What is wrong with the connection is found out by sending; a refusal is an answer,
+            // too. Dropped as soon as somebody else finds it out.
             () = async {
                 tokio::time::sleep(period).await;
                 let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
@@ -42,16 +48,24 @@ pub(super) async fn keep(shared: Arc<Shared>) {
         line.line.end();
         drop((old, line));
         let (line, identity) = replacement(&shared.settings, &mut unfenced).await;
-        *shared.line.write() = Some(Arc::new(Numbered { number, line, identity }));
+        *shared.line.write() = Some(Arc::new(Numbered {
+            number,
+            line,
+            identity,
+        }));
         shared.ready.notify_waiters();
     }
 }
 
 /// Opens a new connection, and rules out the old ones. Tries for as long as it takes.
-async fn replacement(settings: &Settings, unfenced: &mut Vec<Identity>) -> (Line, Option<Identity>) {
+async fn replacement(
+    settings: &Settings,
+    unfenced: &mut Vec<Identity>,
+) -> (Line, Option<Identity>) {
     let mut pause = Duration::from_millis(5);
     let mut told = false;
-    // A try may stand still, while the next would not; but each may need longer than the one before had.
+    // A try may stand still, while the next would not; but each may need longer than the one before
+    // had.
     let mut limit = settings.command_timeout();
     loop {
         let hurried = settings.within(limit);
@@ -76,12 +90,14 @@ async fn replacement(settings: &Settings, unfenced: &mut Vec<Identity>) -> (Line
     }
 }
 
-/// Has the server close old connections, so that nothing that was sent on them is run from now on. `false` if that is
-/// not known and has to be tried again.
+/// Has the server close old connections, so that nothing that was sent on them is run from now on.
+/// `false` if that is not known and has to be tried again.
 async fn fence(line: &Line, unfenced: &mut Vec<Identity>) -> bool {
     while let Some(old) = unfenced.last() {
         let kill = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
-        let args = ["KILL", "ID", &old.id, "ADDR", &old.address].map(Value::from).to_vec();
+        let args = ["KILL", "ID", &old.id, "ADDR", &old.address]
+            .map(Value::from)
+            .to_vec();
         match say(line, kill, args).await {
             Ok(_) => {}
             Err(failure) if failure.is_passing() => return false,
@@ -104,13 +120,19 @@ async fn willing(line: &Line, settings: &Settings) -> Result<Option<Identity>, F
     }
 }
 
-/// Asks the server how it names a connection; `None` if it will not say (ACL, Redis before 6.2). That it says nothing yet
-/// (a script runs) is an error of the server's.
+/// Asks the server how it names a connection; `None` if it will not say (ACL, Redis before 6.2).
+/// That it says nothing yet (a script runs) is an error of the server's.
 ///
 /// A part of connecting, so it has as long as that.
-pub(super) async fn identify(line: &Line, settings: &Settings) -> Result<Option<Identity>, Failure> {
+pub(super) async fn identify(
+    line: &Line,
+    settings: &Settings,
+) -> Result<Option<Identity>, Failure> {
     let info = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
-    let options = Options { timeout: Some(settings.connect_timeout()), ..Default::default() };
+    let options = Options {
+        timeout: Some(settings.connect_timeout()),
+        ..Default::default()
+    };
     let patient = line.client().with_options(&options);
     let call = patient.custom_raw(info, vec![Value::from_static_str("INFO")]);
     let outcome = tokio::select! {
@@ -121,10 +143,16 @@ pub(super) async fn identify(line: &Line, settings: &Settings) -> Result<Option<
     match outcome.map(read) {
         Ok(Ok(Reply::Text(info))) => {
             let info = String::from_utf8_lossy(&info);
-            let field = |name: &str| info.split_whitespace().find_map(|field| field.strip_prefix(name));
+            let field = |name: &str| {
+                info.split_whitespace()
+                    .find_map(|field| field.strip_prefix(name))
+            };
             Ok(field("id=")
                 .zip(field("addr="))
-                .map(|(id, address)| Identity { id: id.into(), address: address.into() }))
+                .map(|(id, address)| Identity {
+                    id: id.into(),
+                    address: address.into(),
+                }))
         }
         Ok(Err(failure @ Failure::Server(_))) if failure.is_passing() => Err(failure),
         Ok(Err(Failure::Server(_))) => Ok(None),
@@ -133,7 +161,8 @@ pub(super) async fn identify(line: &Line, settings: &Settings) -> Result<Option<
     }
 }
 
-/// A connection, as the server names it. Numbers begin anew when a server restarts, so the address goes along.
+/// A connection, as the server names it. Numbers begin anew when a server restarts, so the address
+/// goes along.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Identity {
     id: String,

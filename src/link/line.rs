@@ -19,8 +19,9 @@ use crate::error::{Error, Step};
 
 /// A connection and its driver; dropping it ends both.
 ///
-/// The client library's own handles do not end their connection when they are dropped, and only the driving task tells
-/// that a client has ended for good: calls that come later would hang. So both live here.
+/// The client library's own handles do not end their connection when they are dropped, and only the
+/// driving task tells that a client has ended for good: calls that come later would hang. So both
+/// live here.
 pub(super) struct Line {
     client: Client,
     driver: AbortHandle,
@@ -50,15 +51,28 @@ impl Line {
                 () = line.ended() => Err(fred::error::Error::new(ErrorKind::IO, "the connection was lost again")),
             }
         };
-        let too_late = Error::Timeout { step: Step::Connect, after: limit };
+        let too_late = Error::Timeout {
+            step: Step::Connect,
+            after: limit,
+        };
         match timeout(limit, connected).await {
             Ok(Ok(())) => Ok(line),
-            Ok(Err(problem)) if *problem.kind() == ErrorKind::Auth || problem.details().starts_with("ERR ") => {
-                Err(Error::Server { lock: None, message: problem.details().to_owned() })
+            Ok(Err(problem))
+                if *problem.kind() == ErrorKind::Auth || problem.details().starts_with("ERR ") =>
+            {
+                Err(Error::Server {
+                    lock: None,
+                    message: problem.details().to_owned(),
+                })
             }
             Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => Err(too_late),
             Ok(Err(problem)) => Err(Error::Connection {
-                detail: format!("{}: {} ({})", settings.address(), plain(problem.details()), advice(problem.kind())),
+                detail: format!(
+                    "{}: {} ({})",
+                    settings.address(),
+                    plain(problem.details()),
+                    advice(problem.kind())
+                ),
             }),
             Err(_) => Err(too_late),
         }
@@ -73,7 +87,11 @@ impl Line {
 
     fn new(client: Client, driver: ConnectHandle) -> Self {
         let end = Arc::new(End::default());
-        let line = Self { client, driver: driver.abort_handle(), end: Arc::clone(&end) };
+        let line = Self {
+            client,
+            driver: driver.abort_handle(),
+            end: Arc::clone(&end),
+        };
         // Ends with the driver, which ends with the line.
         tokio::spawn(async move {
             // However it ended.
@@ -119,15 +137,21 @@ impl Line {
 /// What to look at when connecting fails.
 fn advice(kind: &ErrorKind) -> &'static str {
     match kind {
-        ErrorKind::Protocol | ErrorKind::Parse => "is it a Redis or Valkey server that answers there?",
+        ErrorKind::Protocol | ErrorKind::Parse => {
+            "is it a Redis or Valkey server that answers there?"
+        }
         _ => "is the server running there, and is the address right?",
     }
 }
 
 /// The message alone of an I/O error that the client library has written as a structure.
 fn plain(details: &str) -> &str {
-    let quoted = details.split_once("message: \"").or_else(|| details.split_once("error: \""));
-    quoted.and_then(|(_, rest)| rest.split('"').next()).unwrap_or(details)
+    let quoted = details
+        .split_once("message: \"")
+        .or_else(|| details.split_once("error: \""));
+    quoted
+        .and_then(|(_, rest)| rest.split('"').next())
+        .unwrap_or(details)
 }
 
 impl Drop for Line {

@@ -45,8 +45,9 @@ pub(crate) enum Subscribed {
 /// A connection of its own for subscriptions, used for one operation at a time.
 ///
 /// The client library answers SUBSCRIBE before the server has, and a refusal is handed to whichever
-/// call comes next. So each subscription is confirmed by the number of channels that the server counts
-/// for this connection (`CLIENT INFO`, <https://redis.io/docs/latest/commands/client-info/>).
+/// call comes next. So each subscription is confirmed by the number of channels that the server
+/// counts for this connection (`CLIENT INFO`,
+/// <https://redis.io/docs/latest/commands/client-info/>).
 pub(crate) struct PubSub {
     settings: Settings,
     line: Line,
@@ -64,7 +65,16 @@ impl PubSub {
         let line = Line::open(&settings, Reconnect::ByItself).await?;
         let epoch = Arc::new(AtomicU64::new(0));
         let forwarder = forward(&line, Arc::clone(&epoch), Arc::clone(&events));
-        Ok(Self { settings, line, forwarder, events, epoch, seen: 0, channels: BTreeSet::new(), nonce: 0 })
+        Ok(Self {
+            settings,
+            line,
+            forwarder,
+            events,
+            epoch,
+            seen: 0,
+            channels: BTreeSet::new(),
+            nonce: 0,
+        })
     }
 
     /// Subscribes, and waits until the server has confirmed it.
@@ -74,7 +84,8 @@ impl PubSub {
             return Subscribed::Yes;
         }
         let before = self.channels.len();
-        // After an unknown outcome the connection goes: it may be subscribed to what nobody would unsubscribe.
+        // After an unknown outcome the connection goes: it may be subscribed to what nobody would
+        // unsubscribe.
         if self.line.client().subscribe(text(channel)).await.is_err() {
             self.reopen();
             return Subscribed::Unknown;
@@ -97,8 +108,9 @@ impl PubSub {
                 Subscribed::Yes
             }
             Ok(Some(now)) if now == before => Subscribed::Refused,
-            // The server may not say (ACL, Redis before 6.2). It has answered calls that came later, so
-            // a subscription that it allows is in force; one that it refused is made up for by re-checks.
+            // The server may not say (ACL, Redis before 6.2). It has answered calls that came
+            // later, so a subscription that it allows is in force; one that it refused is made up
+            // for by re-checks.
             Ok(None) => {
                 self.channels.insert(channel.clone());
                 Subscribed::Yes
@@ -113,7 +125,9 @@ impl PubSub {
     /// Unsubscribes. What cannot be unsubscribed ends with its connection.
     pub(crate) async fn unsubscribe(&mut self, channel: &Bytes) {
         self.notice_interruption();
-        if self.channels.remove(channel) && self.line.client().unsubscribe(text(channel)).await.is_err() {
+        if self.channels.remove(channel)
+            && self.line.client().unsubscribe(text(channel)).await.is_err()
+        {
             self.reopen();
         }
     }
@@ -146,22 +160,32 @@ impl PubSub {
         self.epoch = Arc::new(AtomicU64::new(0));
         self.seen = 0;
         self.channels.clear();
-        self.forwarder = forward(&self.line, Arc::clone(&self.epoch), Arc::clone(&self.events));
+        self.forwarder = forward(
+            &self.line,
+            Arc::clone(&self.epoch),
+            Arc::clone(&self.events),
+        );
         (self.events)(Event::Interrupted);
     }
 
     /// How many channels the server counts for this connection; `None` if it will not say.
     async fn count(&self) -> Result<Option<usize>, ()> {
         let info = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
-        match self.line.client().custom_raw(info, vec![Value::from_static_str("INFO")]).await.map(read) {
+        match self
+            .line
+            .client()
+            .custom_raw(info, vec![Value::from_static_str("INFO")])
+            .await
+            .map(read)
+        {
             Ok(Ok(Reply::Text(line))) => Ok(subscriptions(&line)),
             Ok(Err(Failure::Server(_))) => Ok(None),
             Ok(_) | Err(_) => Err(()),
         }
     }
 
-    /// Sends until it hears its own echo: then every earlier reply has been taken off the line. A server that is busy with a
-    /// script refuses even that, and is waited for.
+    /// Sends until it hears its own echo: then every earlier reply has been taken off the line. A
+    /// server that is busy with a script refuses even that, and is waited for.
     async fn settle(&mut self) -> Result<(), ()> {
         const TRIES: usize = 4;
         const PAUSE: Duration = Duration::from_millis(100);
@@ -170,7 +194,11 @@ impl PubSub {
             self.nonce += 1;
             let nonce = format!("redisson-lock:{}", self.nonce);
             let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
-            let echo = self.line.client().custom_raw(ping, vec![Value::from(nonce.clone())]).await;
+            let echo = self
+                .line
+                .client()
+                .custom_raw(ping, vec![Value::from(nonce.clone())])
+                .await;
             match echo.map(read) {
                 Ok(Ok(Reply::Text(text))) if text == nonce => return Ok(()),
                 Ok(Err(failure)) if failure.is_passing() => tokio::time::sleep(PAUSE).await,
@@ -216,7 +244,9 @@ fn forward(line: &Line, epoch: Arc<AtomicU64>, events: Events) -> JoinHandle<()>
 /// Reads `sub=` from a line of `CLIENT INFO`.
 fn subscriptions(line: &[u8]) -> Option<usize> {
     let line = std::str::from_utf8(line).ok()?;
-    line.split_whitespace().find_map(|field| field.strip_prefix("sub=")).and_then(|count| count.parse().ok())
+    line.split_whitespace()
+        .find_map(|field| field.strip_prefix("sub="))
+        .and_then(|count| count.parse().ok())
 }
 
 fn text(channel: &Bytes) -> String {
@@ -229,7 +259,10 @@ mod tests {
 
     #[test]
     fn the_number_of_channels_is_read_from_client_info() {
-        assert_eq!(subscriptions(b"id=3 addr=127.0.0.1:1 sub=12 psub=0 ssub=4"), Some(12));
+        assert_eq!(
+            subscriptions(b"id=3 addr=127.0.0.1:1 sub=12 psub=0 ssub=4"),
+            Some(12)
+        );
         assert_eq!(subscriptions(b"id=3 psub=7"), None);
         assert_eq!(subscriptions(b""), None);
     }

@@ -19,7 +19,11 @@ pub(crate) struct Settings {
 
 impl Settings {
     /// Reads a URL, and refuses what this link cannot do as it was asked to.
-    pub(crate) fn parse(url: &str, connect_timeout: Duration, command_timeout: Duration) -> Result<Self, Error> {
+    pub(crate) fn parse(
+        url: &str,
+        connect_timeout: Duration,
+        command_timeout: Duration,
+    ) -> Result<Self, Error> {
         // No message repeats the URL: it may carry a password.
         const NO_SCHEME: &str = "it does not begin with redis:// or valkey://";
         let parsed = Url::parse(url).map_err(|problem| match problem {
@@ -45,19 +49,31 @@ impl Settings {
             return Err(refused("nothing may follow the database number"));
         }
         let database = parsed.path().strip_prefix('/').unwrap_or_default();
-        if !matches!(database.trim_start_matches('/'), "" | "0") && database.parse::<u8>().is_err() {
+        if !matches!(database.trim_start_matches('/'), "" | "0") && database.parse::<u8>().is_err()
+        {
             return Err(refused("the database is no number from 0 to 255"));
         }
-        let mut config = Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
-        // Push messages beside replies, and maps as maps (https://github.com/redis/redis-specifications, RESP3).
+        let mut config =
+            Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
+        // Push messages beside replies, and maps as maps
+        // (https://github.com/redis/redis-specifications, RESP3).
         config.version = RespVersion::RESP3;
-        if config.username.as_deref().is_some_and(|user| !user.is_empty()) {
-            // The client library names the user only beside a password; one without has the empty one.
+        if config
+            .username
+            .as_deref()
+            .is_some_and(|user| !user.is_empty())
+        {
+            // The client library names the user only beside a password; one without has the empty
+            // one.
             config.password.get_or_insert_default();
         }
         config.username = config.username.as_deref().map(inline);
         config.password = config.password.as_deref().map(inline);
-        Ok(Self { config, connect_timeout, command_timeout })
+        Ok(Self {
+            config,
+            connect_timeout,
+            command_timeout,
+        })
     }
 
     pub(super) fn command_timeout(&self) -> Duration {
@@ -67,7 +83,11 @@ impl Settings {
     /// Host and port, for people.
     pub(super) fn address(&self) -> String {
         let hosts = self.config.server.hosts();
-        hosts.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+        hosts
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+            .join(", ")
     }
 
     pub(super) fn connect_timeout(&self) -> Duration {
@@ -76,13 +96,19 @@ impl Settings {
 
     /// The same for a try to connect that takes no longer than that.
     pub(super) fn within(&self, limit: Duration) -> Self {
-        Self { connect_timeout: self.connect_timeout.min(limit), ..self.clone() }
+        Self {
+            connect_timeout: self.connect_timeout.min(limit),
+            ..self.clone()
+        }
     }
 
-    /// A client that is configured for locks, not connected yet. One that fails fast makes a wrong address an error at
-    /// once; another tries until it succeeds.
+    /// A client that is configured for locks, not connected yet. One that fails fast makes a wrong
+    /// address an error at once; another tries until it succeeds.
     pub(super) fn client(&self, reconnect: Reconnect, fail_fast: bool) -> fred::clients::Client {
-        let config = Config { fail_fast, ..self.config.clone() };
+        let config = Config {
+            fail_fast,
+            ..self.config.clone()
+        };
         let connection = ConnectionConfig {
             connection_timeout: self.connect_timeout,
             // The greeting is a part of connecting, whatever later commands are given.
@@ -90,12 +116,16 @@ impl Settings {
             // A script whose reply is lost must not be sent again behind our back.
             max_command_attempts: 1,
             max_redirections: 0,
-            tcp: fred::types::config::TcpConfig { nodelay: Some(true), ..Default::default() },
+            tcp: fred::types::config::TcpConfig {
+                nodelay: Some(true),
+                ..Default::default()
+            },
             ..Default::default()
         };
         let performance = PerformanceConfig {
             default_command_timeout: self.command_timeout,
-            // What does not fit is dropped, and then every waiter is woken. Each place takes room from the beginning.
+            // What does not fit is dropped, and then every waiter is woken. Each place takes room
+            // from the beginning.
             broadcast_channel_capacity: 256,
             ..Default::default()
         };
@@ -112,7 +142,8 @@ impl Settings {
 pub(super) enum Reconnect {
     /// It connects again, and goes on trying.
     ByItself,
-    /// It ends: what was sent on the old connection has to be ruled out before anything is sent on a new one.
+    /// It ends: what was sent on the old connection has to be ruled out before anything is sent on
+    /// a new one.
     Never,
 }
 
@@ -129,8 +160,9 @@ impl fmt::Debug for Settings {
 
 /// Writes a user's name or password as the server's inline form of commands reads it back.
 ///
-/// The client library sends `HELLO` inline and does not quote, so a space would end the argument, and a line feed the
-/// command: what follows would be run as another one. Inside double quotes the server takes any byte as `\xHH`
+/// The client library sends `HELLO` inline and does not quote, so a space would end the argument,
+/// and a line feed the command: what follows would be run as another one. Inside double quotes the
+/// server takes any byte as `\xHH`
 /// (<https://redis.io/docs/latest/develop/reference/protocol-spec/#inline-commands>).
 fn inline(secret: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_graphic() && !matches!(byte, b'"' | b'\'' | b'\\');
@@ -200,7 +232,10 @@ mod properties {
                         rest = &rest[1..];
                     }
                     (Some(closing), [byte, after @ ..]) if *byte == closing => {
-                        if after.first().is_some_and(|next| !next.is_ascii_whitespace()) {
+                        if after
+                            .first()
+                            .is_some_and(|next| !next.is_ascii_whitespace())
+                        {
                             return None;
                         }
                         rest = after;
@@ -217,8 +252,13 @@ mod properties {
     }
 
     fn odd_text(longest: usize) -> impl Strategy<Value = String> {
-        let odd = prop::sample::select("\0\r\n\t \"'\\:/@?#%xnrt0af\u{7f}\u{85}é".chars().collect::<Vec<_>>());
-        prop::collection::vec(prop_oneof![odd, any::<char>()], 0..longest).prop_map(String::from_iter)
+        let odd = prop::sample::select(
+            "\0\r\n\t \"'\\:/@?#%xnrt0af\u{7f}\u{85}é"
+                .chars()
+                .collect::<Vec<_>>(),
+        );
+        prop::collection::vec(prop_oneof![odd, any::<char>()], 0..longest)
+            .prop_map(String::from_iter)
     }
 
     fn escaped(text: &str) -> String {

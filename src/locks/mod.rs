@@ -7,9 +7,9 @@ use bytes::Bytes;
 
 use crate::config::LeaseTime;
 use crate::error::{Error, Step};
-use crate::holder::{ClientId, Holder, owner_field};
 use crate::keys::Keys;
 use crate::link::{Call, Failure, Reply};
+use crate::owner::{ClientId, Owner, owner_field};
 
 pub(crate) mod guard;
 pub(crate) mod reentrant;
@@ -19,23 +19,28 @@ pub(crate) mod requests;
 #[derive(Debug)]
 pub(crate) struct Ident {
     pub(crate) keys: Keys,
-    pub(crate) holder: Holder,
-    pub(crate) owner: Bytes,
-    /// Whether the holder was made for this one acquisition, so that no scope has it.
+    pub(crate) owner: Owner,
+    pub(crate) field: Bytes,
+    /// Whether the owner was made for this one acquisition, so that no scope has it.
     pub(crate) fresh: bool,
 }
 
 impl Ident {
-    pub(crate) fn new(keys: Keys, client: ClientId, holder: Holder) -> Self {
-        Self { owner: owner_field(client, holder), keys, holder, fresh: false }
+    pub(crate) fn new(keys: Keys, client: ClientId, owner: Owner) -> Self {
+        Self {
+            field: owner_field(client, owner),
+            keys,
+            owner,
+            fresh: false,
+        }
     }
 
     pub(crate) fn lock(&self) -> String {
         self.keys.display()
     }
 
-    pub(crate) fn owner(&self) -> String {
-        String::from_utf8_lossy(&self.owner).into_owned()
+    pub(crate) fn owner_field(&self) -> String {
+        String::from_utf8_lossy(&self.field).into_owned()
     }
 
     /// The error for a call of which nothing is left to be settled.
@@ -49,24 +54,34 @@ impl Ident {
     }
 }
 
-/// What a caller is told of a call without a reply; `unknown` is the step that may have happened all the same.
+/// What a caller is told of a call without a reply; `unknown` is the step that may have happened
+/// all the same.
 pub(crate) fn error(failure: Failure, lock: &str, unknown: Option<Step>) -> Error {
     match (failure, unknown) {
         (Failure::Closed, None) => Error::Closed,
-        (Failure::Server(message), None) => Error::Server { lock: Some(lock.to_owned()), message },
+        (Failure::Server(message), None) => Error::Server {
+            lock: Some(lock.to_owned()),
+            message,
+        },
         // The server refused a repeat. What became of the first sending is not known all the same.
-        (Failure::Server(message), Some(step)) => {
-            Error::Unknown { lock: lock.to_owned(), step, detail: format!("a repeat was refused: {message}") }
-        }
-        (Failure::NotSent(detail) | Failure::Unknown(detail), None) => {
-            Error::Connection { detail: format!("{detail} (try again when the server is back)") }
-        }
-        (Failure::NotSent(detail) | Failure::Unknown(detail), Some(step)) => {
-            Error::Unknown { lock: lock.to_owned(), step, detail }
-        }
-        (Failure::Closed, Some(step)) => {
-            Error::Unknown { lock: lock.to_owned(), step, detail: "the client was shut down meanwhile".into() }
-        }
+        (Failure::Server(message), Some(step)) => Error::Unknown {
+            lock: lock.to_owned(),
+            step,
+            detail: format!("a repeat was refused: {message}"),
+        },
+        (Failure::NotSent(detail) | Failure::Unknown(detail), None) => Error::Connection {
+            detail: format!("{detail} (try again when the server is back)"),
+        },
+        (Failure::NotSent(detail) | Failure::Unknown(detail), Some(step)) => Error::Unknown {
+            lock: lock.to_owned(),
+            step,
+            detail,
+        },
+        (Failure::Closed, Some(step)) => Error::Unknown {
+            lock: lock.to_owned(),
+            step,
+            detail: "the client was shut down meanwhile".into(),
+        },
     }
 }
 

@@ -30,12 +30,21 @@ pub(crate) struct Options {
 
 impl Options {
     pub(crate) fn new(core: Arc<Core>, keys: Result<Keys, Error>, kind: &'static dyn Kind) -> Self {
-        Self { core, keys, kind, lease: None, wait: None }
+        Self {
+            core,
+            keys,
+            kind,
+            lease: None,
+            wait: None,
+        }
     }
 
-    /// To be called in the first poll: the holder is whoever polls, not whoever made the request.
-    fn acquire(self, unless_asked: WaitTime) -> impl Future<Output = Result<(Acquisition, Keys), Error>> + Send {
-        let current = self.core.config.holder_policy.current();
+    /// To be called in the first poll: the owner is whoever polls, not whoever made the request.
+    fn acquire(
+        self,
+        unless_asked: WaitTime,
+    ) -> impl Future<Output = Result<(Acquisition, Keys), Error>> + Send {
+        let current = self.core.config.owner_policy.current();
         async move {
             let keys = self.keys?;
             let mode = match self.lease {
@@ -47,10 +56,13 @@ impl Options {
                 Some(wait) => WaitTime::new(wait)?,
             };
             let ident = match current {
-                Some(holder) => self.core.ident(&keys, holder),
+                Some(owner) => self.core.ident(&keys, owner),
                 None => self.core.fresh_ident(&keys),
             };
-            Ok((acquire(self.core, self.kind, ident, mode, wait).await?, keys))
+            Ok((
+                acquire(self.core, self.kind, ident, mode, wait).await?,
+                keys,
+            ))
         }
     }
 
@@ -59,9 +71,17 @@ impl Options {
         async move {
             match acquire.await? {
                 (Acquisition::Granted(hold), _) => Ok(LockGuard::new(hold)),
-                (Acquisition::Contended { waited, remaining_ttl }, keys) => {
-                    Err(Error::Contended { lock: keys.display(), waited, remaining_ttl })
-                }
+                (
+                    Acquisition::Contended {
+                        waited,
+                        remaining_ttl,
+                    },
+                    keys,
+                ) => Err(Error::Contended {
+                    lock: keys.display(),
+                    waited,
+                    remaining_ttl,
+                }),
             }
         }
         .boxed()
@@ -97,9 +117,15 @@ impl<T> Stage<T> {
         }
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>, begin: fn(Options) -> BoxFuture<'static, T>) -> Poll<T> {
+    fn poll(
+        &mut self,
+        cx: &mut Context<'_>,
+        begin: fn(Options) -> BoxFuture<'static, T>,
+    ) -> Poll<T> {
         if let Stage::Asked(options) = self {
-            let Some(options) = options.take() else { return Poll::Pending };
+            let Some(options) = options.take() else {
+                return Poll::Pending;
+            };
             *self = Stage::Working(begin(options));
         }
         match self {
@@ -109,7 +135,8 @@ impl<T> Stage<T> {
     }
 }
 
-/// A request to lock: see [`ReentrantLock::lock`](crate::ReentrantLock::lock). It is a future; await it.
+/// A request to lock: see [`ReentrantLock::lock`](crate::ReentrantLock::lock). It is a future;
+/// await it.
 #[must_use = "futures do nothing unless they are awaited"]
 pub struct LockRequest(Stage<Result<LockGuard, Error>>);
 
@@ -118,7 +145,8 @@ impl LockRequest {
         Self(Stage::new(options))
     }
 
-    /// Waits at most this long while others hold the lock, then fails with [`Error::Contended`]. Zero asks once.
+    /// Waits at most this long while others hold the lock, then fails with [`Error::Contended`].
+    /// Zero asks once.
     ///
     /// It bounds the waiting, not the asking: a script under way is seen through.
     pub fn wait(mut self, wait: Duration) -> Self {
@@ -141,8 +169,8 @@ impl Future for LockRequest {
     }
 }
 
-/// A request to lock if it is free: see [`ReentrantLock::try_lock`](crate::ReentrantLock::try_lock). It is a future;
-/// await it.
+/// A request to lock if it is free: see
+/// [`ReentrantLock::try_lock`](crate::ReentrantLock::try_lock). It is a future; await it.
 #[must_use = "futures do nothing unless they are awaited"]
 pub struct TryLockRequest(Stage<Result<Option<LockGuard>, Error>>);
 
@@ -151,7 +179,8 @@ impl TryLockRequest {
         Self(Stage::new(options))
     }
 
-    /// Waits at most this long while others hold the lock, then answers `None`. Zero, the default, asks once.
+    /// Waits at most this long while others hold the lock, then answers `None`. Zero, the default,
+    /// asks once.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.0.set(|options| options.wait = Some(wait));
         self
@@ -173,8 +202,8 @@ impl Future for TryLockRequest {
 }
 
 pin_project! {
-    /// A request to run a future under the lock: see [`ReentrantLock::run`](crate::ReentrantLock::run). It is a future;
-    /// await it.
+    /// A request to run a future under the lock: see
+    /// [`ReentrantLock::run`](crate::ReentrantLock::run). It is a future; await it.
     #[must_use = "futures do nothing unless they are awaited"]
     pub struct RunRequest<F: Future> {
         request: LockRequest,
@@ -196,16 +225,21 @@ pin_project! {
 
 impl<F: Future> RunRequest<F> {
     pub(crate) fn new(options: Options, future: F) -> Self {
-        Self { request: LockRequest::new(options), running: Running::Waiting { future } }
+        Self {
+            request: LockRequest::new(options),
+            running: Running::Waiting { future },
+        }
     }
 
-    /// Waits at most this long for the lock, then fails with [`Error::Contended`]; the future never ran.
+    /// Waits at most this long for the lock, then fails with [`Error::Contended`]; the future never
+    /// ran.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.request = self.request.wait(wait);
         self
     }
 
-    /// Takes the lock for this long, in whole milliseconds, without renewal; the future is stopped when it is over.
+    /// Takes the lock for this long, in whole milliseconds, without renewal; the future is stopped
+    /// when it is over.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.request = self.request.lease(lease);
         self
@@ -227,22 +261,27 @@ impl<F: Future> Future for RunRequest<F> {
                             return Poll::Ready(Err(error));
                         }
                     };
-                    if let RunningTaken::Waiting { future } = this.running.as_mut().project_replace(Running::Done) {
+                    if let RunningTaken::Waiting { future } =
+                        this.running.as_mut().project_replace(Running::Done)
+                    {
                         let future = guard.guarded(future);
                         this.running.set(Running::Guarded { future, guard });
                     }
                 }
                 RunningProj::Guarded { future, .. } => {
                     let outcome = ready!(future.poll(cx));
-                    let RunningTaken::Guarded { guard, .. } = this.running.as_mut().project_replace(Running::Done)
+                    let RunningTaken::Guarded { guard, .. } =
+                        this.running.as_mut().project_replace(Running::Done)
                     else {
                         return Poll::Pending;
                     };
                     match outcome {
-                        Ok(output) => this
-                            .running
-                            .set(Running::Releasing { release: guard.unlock().boxed(), output: Some(output) }),
-                        // The guard of a lost lease has nothing to release that could be waited for.
+                        Ok(output) => this.running.set(Running::Releasing {
+                            release: guard.unlock().boxed(),
+                            output: Some(output),
+                        }),
+                        // The guard of a lost lease has nothing to release that could be waited
+                        // for.
                         Err(error) => return Poll::Ready(Err(error)),
                     }
                 }
@@ -251,9 +290,12 @@ impl<F: Future> Future for RunRequest<F> {
                     let output = output.take();
                     this.running.set(Running::Done);
                     return match (released, output) {
-                        (Err(error @ (Error::Lost { .. } | Error::NotHeld { .. })), _) => Poll::Ready(Err(error)),
+                        (Err(error @ (Error::Lost { .. } | Error::NotHeld { .. })), _) => {
+                            Poll::Ready(Err(error))
+                        }
                         (Err(error), Some(output)) => {
-                            // The work is done, and was done under the lock: that is what the caller has to know.
+                            // The work is done, and was done under the lock: that is what the
+                            // caller has to know.
                             tracing::warn!(%error, "the lock's release was not confirmed; its lease will run out");
                             Poll::Ready(Ok(output))
                         }

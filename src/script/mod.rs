@@ -24,21 +24,34 @@ pub(crate) struct Script {
 
 impl Script {
     const fn new(name: &'static str, text: &'static str, row: &'static [&'static str]) -> Self {
-        Self { name, text, row, sha1: OnceLock::new() }
+        Self {
+            name,
+            text,
+            row,
+            sha1: OnceLock::new(),
+        }
     }
 
     /// A call without locks yet: see [`Batch::row`].
     pub(crate) fn batch(&'static self, locks: usize) -> Batch {
-        Batch { script: self, keys: Vec::with_capacity(locks), args: Vec::with_capacity(locks * self.row.len() + 1) }
+        Batch {
+            script: self,
+            keys: Vec::with_capacity(locks),
+            args: Vec::with_capacity(locks * self.row.len() + 1),
+        }
     }
 
     /// What a connection needs to run it.
     pub(crate) fn what(&'static self) -> What {
-        What { sha1: self.sha1(), text: self.text }
+        What {
+            sha1: self.sha1(),
+            text: self.text,
+        }
     }
 
     fn sha1(&'static self) -> &'static str {
-        self.sha1.get_or_init(|| hex(&Sha1::digest(self.text.as_bytes())))
+        self.sha1
+            .get_or_init(|| hex(&Sha1::digest(self.text.as_bytes())))
     }
 }
 
@@ -52,7 +65,11 @@ pub(crate) struct Batch {
 
 impl Batch {
     /// Adds a lock with its row of arguments, each beside its name so that places cannot drift.
-    pub(crate) fn row<const N: usize>(mut self, key: Bytes, row: [(&'static str, Bytes); N]) -> Self {
+    pub(crate) fn row<const N: usize>(
+        mut self,
+        key: Bytes,
+        row: [(&'static str, Bytes); N],
+    ) -> Self {
         debug_assert!(
             row.iter().map(|(name, _)| name).eq(self.script.row),
             "{} takes {:?}, not {row:?}",
@@ -66,7 +83,11 @@ impl Batch {
 
     /// The finished call.
     pub(crate) fn call(self) -> Call {
-        Call { what: self.script.what(), keys: self.keys, args: self.args }
+        Call {
+            what: self.script.what(),
+            keys: self.keys,
+            args: self.args,
+        }
     }
 }
 
@@ -88,7 +109,8 @@ pub(crate) const REFUSED: i64 = 3;
 ///
 /// A reply of any other shape cannot be ours: then nothing is known of what the script did.
 pub(crate) fn answers(reply: Reply, locks: usize) -> Result<Vec<Answer>, Failure> {
-    let malformed = |reply: &Reply| Failure::Unknown(format!("a reply of another shape: {reply:?}"));
+    let malformed =
+        |reply: &Reply| Failure::Unknown(format!("a reply of another shape: {reply:?}"));
     let Reply::List(values) = &reply else {
         return Err(malformed(&reply));
     };
@@ -100,14 +122,26 @@ pub(crate) fn answers(reply: Reply, locks: usize) -> Result<Vec<Answer>, Failure
         .map(|pair| match (&pair[0], &pair[1]) {
             (Reply::Int(REFUSED), Reply::Text(text)) => {
                 let refusal = Some(String::from_utf8_lossy(text).into_owned());
-                Ok(Answer { code: REFUSED, number: 0, refusal })
+                Ok(Answer {
+                    code: REFUSED,
+                    number: 0,
+                    refusal,
+                })
             }
             (Reply::Int(code), detail) => match detail.as_int() {
-                Some(number) => Ok(Answer { code: *code, number, refusal: None }),
+                Some(number) => Ok(Answer {
+                    code: *code,
+                    number,
+                    refusal: None,
+                }),
                 // A count that is no number, put there by somebody else's hand.
                 None if matches!(detail, Reply::Text(_)) => {
                     let refusal = Some(format!("ERR the hold count is not a number: {detail:?}"));
-                    Ok(Answer { code: REFUSED, number: 0, refusal })
+                    Ok(Answer {
+                        code: REFUSED,
+                        number: 0,
+                        refusal,
+                    })
                 }
                 None => Err(malformed(&reply)),
             },
@@ -118,7 +152,9 @@ pub(crate) fn answers(reply: Reply, locks: usize) -> Result<Vec<Answer>, Failure
 
 /// Reads a reply as the answer for one lock.
 pub(crate) fn answer(reply: Reply) -> Result<Answer, Failure> {
-    answers(reply, 1)?.pop().ok_or_else(|| Failure::Unknown("an empty reply".into()))
+    answers(reply, 1)?
+        .pop()
+        .ok_or_else(|| Failure::Unknown("an empty reply".into()))
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -129,15 +165,20 @@ fn hex(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    /// Each script's text as it landed. A change of text within a wire generation is made here as well,
-    /// on purpose: two releases that share locks then differ in a line that a reviewer sees.
+    /// Each script's text as it landed. A change of text within a wire generation is made here as
+    /// well, on purpose: two releases that share locks then differ in a line that a reviewer sees.
     const CHECKSUMS: &str = include_str!("../../lua/v1/CHECKSUMS");
 
     #[test]
     fn texts_are_the_recorded_ones() {
-        let now: String =
-            catalog::ALL.iter().map(|script| format!("{}  {}.lua\n", script.sha1(), script.name)).collect();
-        assert_eq!(CHECKSUMS, now, "write the new text to lua/v1/CHECKSUMS if the change is meant");
+        let now: String = catalog::ALL
+            .iter()
+            .map(|script| format!("{}  {}.lua\n", script.sha1(), script.name))
+            .collect();
+        assert_eq!(
+            CHECKSUMS, now,
+            "write the new text to lua/v1/CHECKSUMS if the change is meant"
+        );
     }
 
     /// The names of the arguments in a header, in their order.
@@ -164,8 +205,15 @@ mod tests {
     fn headers_tell_keys_arguments_and_replies() {
         for script in catalog::ALL {
             let first = script.text.lines().next().unwrap();
-            assert!(first.starts_with(&format!("-- {}.lua: ", script.name)), "{first}");
-            for part in ["-- KEYS ", "-- ARGV[1]    ticket", "-- Reply: ticket, then two values"] {
+            assert!(
+                first.starts_with(&format!("-- {}.lua: ", script.name)),
+                "{first}"
+            );
+            for part in [
+                "-- KEYS ",
+                "-- ARGV[1]    ticket",
+                "-- Reply: ticket, then two values",
+            ] {
                 assert!(script.text.contains(part), "{}: {part}", script.name);
             }
         }
@@ -180,7 +228,10 @@ mod tests {
             .filter(|name| name.ends_with(".lua"))
             .collect();
         files.sort();
-        let mut names: Vec<String> = catalog::ALL.iter().map(|s| format!("{}.lua", s.name)).collect();
+        let mut names: Vec<String> = catalog::ALL
+            .iter()
+            .map(|s| format!("{}.lua", s.name))
+            .collect();
         names.sort();
         assert_eq!(files, names);
     }
@@ -200,7 +251,10 @@ mod tests {
 
     #[test]
     fn a_count_that_is_no_number_is_a_refusal() {
-        let reply = Reply::List(vec![Reply::Int(2), Reply::Text(Bytes::from_static(b"many"))]);
+        let reply = Reply::List(vec![
+            Reply::Int(2),
+            Reply::Text(Bytes::from_static(b"many")),
+        ]);
         assert_eq!(answer(reply).unwrap().code, REFUSED);
     }
 }
@@ -226,7 +280,9 @@ mod properties {
             1 => any::<i64>().prop_map(Reply::Int),
             3 => text.prop_map(|text| Reply::Text(text.into())),
         ];
-        one.prop_recursive(3, 24, 7, |one| prop::collection::vec(one, 0..7).prop_map(Reply::List))
+        one.prop_recursive(3, 24, 7, |one| {
+            prop::collection::vec(one, 0..7).prop_map(Reply::List)
+        })
     }
 
     /// Mostly of the shape that scripts answer.
@@ -240,12 +296,18 @@ mod properties {
 
     /// Code and number, if the reply has one pair of them for each lock.
     fn numbers(reply: &Reply, locks: usize) -> Option<Vec<(i64, Option<i64>)>> {
-        let Reply::List(values) = reply else { return None };
+        let Reply::List(values) = reply else {
+            return None;
+        };
         let pairs = values.chunks(2).map(|pair| match pair {
-            [Reply::Int(code), detail @ (Reply::Int(_) | Reply::Text(_))] => Some((*code, detail.as_int())),
+            [Reply::Int(code), detail @ (Reply::Int(_) | Reply::Text(_))] => {
+                Some((*code, detail.as_int()))
+            }
             _ => None,
         });
-        pairs.collect::<Option<Vec<_>>>().filter(|pairs| pairs.len() == locks)
+        pairs
+            .collect::<Option<Vec<_>>>()
+            .filter(|pairs| pairs.len() == locks)
     }
 
     proptest! {
@@ -311,7 +373,8 @@ mod properties {
         }
     }
 
-    /// No script answers so: what it did is not known, and a server's refusal would say that it did nothing.
+    /// No script answers so: what it did is not known, and a server's refusal would say that it did
+    /// nothing.
     #[test]
     fn a_grant_without_its_count_is_an_unknown_outcome() {
         for detail in [Reply::Nil, Reply::List(vec![])] {
@@ -325,7 +388,10 @@ mod properties {
     fn a_code_that_is_not_listed_is_no_count() {
         for code in [0, 2, REFUSED, 7] {
             let outcome = Reentrant.counted(Reply::List(vec![Reply::Int(code), Reply::Int(5)]));
-            assert!(matches!(outcome, Err(Failure::Unknown(_))), "{code}: {outcome:?}");
+            assert!(
+                matches!(outcome, Err(Failure::Unknown(_))),
+                "{code}: {outcome:?}"
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-//! The waiters of one lock in this process: a queue whose front has the baton, and one attempt in flight.
+//! The waiters of one lock in this process: a queue whose front has the baton, and one attempt in
+//! flight.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -6,11 +7,12 @@ use std::time::Duration;
 
 use super::sync::{Instant, Mutex, Notify};
 
-/// A lane counts the reasons to try (`wakes`) and remembers how far that count was at the last attempt (`tried`).
-/// Both belong to the lane, not to a waiter, so a waiter that goes away takes no wake-up with it.
+/// A lane counts the reasons to try (`wakes`) and remembers how far that count was at the last
+/// attempt (`tried`). Both belong to the lane, not to a waiter, so a waiter that goes away takes no
+/// wake-up with it.
 ///
-/// So does the attempt in flight: a waiter that goes away leaves its attempt behind, and the next one waits for its end
-/// rather than sending another.
+/// So does the attempt in flight: a waiter that goes away leaves its attempt behind, and the next
+/// one waits for its end rather than sending another.
 pub(crate) struct Lane {
     state: Mutex<State>,
 }
@@ -47,7 +49,8 @@ pub(crate) enum Standing {
     Front,
     /// Further behind, or after somebody who went away and left an attempt in flight.
     Behind,
-    /// The same, and since it joined the server has told this lane nothing: whether anybody holds the lock is not known.
+    /// The same, and since it joined the server has told this lane nothing: whether anybody holds
+    /// the lock is not known.
     InTheDark,
 }
 
@@ -76,8 +79,8 @@ pub(crate) struct Silence {
 /// How often a lane tries.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pace {
-    /// The one in front tries again after this time without a reason. Who has not taken its turn after another such
-    /// time is not being polled, and gives way.
+    /// The one in front tries again after this time without a reason. Who has not taken its turn
+    /// after another such time is not being polled, and gives way.
     pub(crate) recheck: Duration,
     /// The longest that an attempt takes without asking again.
     pub(crate) grace: Duration,
@@ -102,7 +105,8 @@ struct State {
     silence: Option<Silence>,
     /// Those that wait for no more than the next answer.
     wanting: Vec<Arc<Waiter>>,
-    /// Whether somebody was passed over since the last attempt: then others that stand still may be behind.
+    /// Whether somebody was passed over since the last attempt: then others that stand still may be
+    /// behind.
     in_a_hurry: bool,
     closed: bool,
 }
@@ -133,7 +137,11 @@ impl Lane {
     /// Puts a waiter at the end.
     pub(crate) fn join(&self, thread: i64) -> Arc<Waiter> {
         let mut state = self.state.lock();
-        let waiter = Arc::new(Waiter { thread, notify: Notify::new(), answers: state.answers });
+        let waiter = Arc::new(Waiter {
+            thread,
+            notify: Notify::new(),
+            answers: state.answers,
+        });
         if state.queue.is_empty() {
             state.turn_since = Instant::now();
         }
@@ -141,7 +149,8 @@ impl Lane {
         waiter
     }
 
-    /// What this waiter does now. The answer `Try` takes in all reasons so far: a later one is a new reason.
+    /// What this waiter does now. The answer `Try` takes in all reasons so far: a later one is a
+    /// new reason.
     pub(crate) fn step(&self, waiter: &Arc<Waiter>, pace: Pace) -> Step {
         let mut state = self.state.lock();
         if state.closed {
@@ -149,24 +158,41 @@ impl Lane {
         }
         let now = Instant::now();
         state.take_back(waiter);
-        // What the last attempt was told still stands; one in flight, or one that was told nothing, leaves it open.
+        // What the last attempt was told still stands; one in flight, or one that was told nothing,
+        // leaves it open.
         let open = state.trying.is_some() || state.silence.is_some();
-        let behind = if open && state.answers == waiter.answers { Standing::InTheDark } else { Standing::Behind };
+        let behind = if open && state.answers == waiter.answers {
+            Standing::InTheDark
+        } else {
+            Standing::Behind
+        };
         if !state.is_front(waiter) {
             if now < state.front_overdue_at(pace) {
-                return Step::Sleep { until: state.front_overdue_at(pace), place: behind };
+                return Step::Sleep {
+                    until: state.front_overdue_at(pace),
+                    place: behind,
+                };
             }
             state.pass_over(now);
             if !state.is_front(waiter) {
                 state.pass_baton();
-                return Step::Sleep { until: state.front_overdue_at(pace), place: behind };
+                return Step::Sleep {
+                    until: state.front_overdue_at(pace),
+                    place: behind,
+                };
             }
         }
         if state.trying.is_some() && now < state.attempt_overdue_at(pace) {
-            return Step::Sleep { until: state.attempt_overdue_at(pace), place: behind };
+            return Step::Sleep {
+                until: state.attempt_overdue_at(pace),
+                place: behind,
+            };
         }
         if state.wakes == state.tried && now < state.recheck_at {
-            return Step::Sleep { until: state.recheck_at, place: Standing::Front };
+            return Step::Sleep {
+                until: state.recheck_at,
+                place: Standing::Front,
+            };
         }
         state.tried = state.wakes;
         state.recheck_at = now + pace.recheck;
@@ -183,17 +209,22 @@ impl Lane {
         state.pass_baton();
     }
 
-    /// Wakes the waiters of one holder.
-    pub(crate) fn wake_holder(&self, thread: i64) {
+    /// Wakes the waiters of one owner.
+    pub(crate) fn wake_owner(&self, thread: i64) {
         let state = self.state.lock();
-        state.everybody().filter(|waiter| waiter.thread == thread).for_each(|waiter| waiter.notify.notify_one());
+        state
+            .everybody()
+            .filter(|waiter| waiter.thread == thread)
+            .for_each(|waiter| waiter.notify.notify_one());
     }
 
     /// Ends all waiting.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
-        state.everybody().for_each(|waiter| waiter.notify.notify_one());
+        state
+            .everybody()
+            .for_each(|waiter| waiter.notify.notify_one());
     }
 
     /// Says that an attempt goes on: it is being polled.
@@ -209,8 +240,8 @@ impl Lane {
         self.state.lock().silence.clone()
     }
 
-    /// Has a waiter notified of the next answer of the server, whatever that says. `true` if that is new: then an
-    /// answer may have come just before.
+    /// Has a waiter notified of the next answer of the server, whatever that says. `true` if that
+    /// is new: then an answer may have come just before.
     pub(crate) fn wants_answer(&self, waiter: &Arc<Waiter>) -> bool {
         let mut state = self.state.lock();
         let is_new = !state.wanting.iter().any(|other| Arc::ptr_eq(other, waiter));
@@ -228,15 +259,24 @@ impl Lane {
             // An answer that came since is worth more.
             Outcome::Silent(_) if state.answered_at.is_some_and(|at| at >= began) => {}
             Outcome::Silent(said) => {
-                let (since, before) =
-                    state.silence.take().map_or((began, None), |silence| (silence.since, silence.said));
-                state.silence = Some(Silence { since, until: now, said: said.clone().or(before) });
+                let (since, before) = state
+                    .silence
+                    .take()
+                    .map_or((began, None), |silence| (silence.since, silence.said));
+                state.silence = Some(Silence {
+                    since,
+                    until: now,
+                    said: said.clone().or(before),
+                });
             }
             Outcome::Granted(_) | Outcome::Held(_) => {
                 state.silence = None;
                 state.answered_at = Some(now);
                 state.answers += 1;
-                state.wanting.drain(..).for_each(|waiter| waiter.notify.notify_one());
+                state
+                    .wanting
+                    .drain(..)
+                    .for_each(|waiter| waiter.notify.notify_one());
             }
         }
         if let Some((_, waiter)) = state.trying.take_if(|(number, _)| *number == attempt) {
@@ -260,7 +300,11 @@ impl Lane {
     /// Takes a waiter out and passes the baton on. Tells whether the lane is idle.
     pub(crate) fn leave(&self, waiter: &Arc<Waiter>) -> bool {
         let mut state = self.state.lock();
-        if let Some(at) = state.queue.iter().position(|other| Arc::ptr_eq(other, waiter)) {
+        if let Some(at) = state
+            .queue
+            .iter()
+            .position(|other| Arc::ptr_eq(other, waiter))
+        {
             state.queue.remove(at);
             if at == 0 {
                 state.turn_since = Instant::now();
@@ -281,11 +325,15 @@ impl Lane {
 
 impl State {
     fn is_front(&self, waiter: &Arc<Waiter>) -> bool {
-        self.queue.front().is_some_and(|front| Arc::ptr_eq(front, waiter))
+        self.queue
+            .front()
+            .is_some_and(|front| Arc::ptr_eq(front, waiter))
     }
 
     fn is_trying(&self, attempt: u64) -> bool {
-        self.trying.as_ref().is_some_and(|(number, _)| *number == attempt)
+        self.trying
+            .as_ref()
+            .is_some_and(|(number, _)| *number == attempt)
     }
 
     fn is_idle(&self) -> bool {
@@ -299,9 +347,18 @@ impl State {
 
     /// When the one in front has had time enough to take its turn.
     fn front_overdue_at(&self, pace: Pace) -> Instant {
-        let turn_at = if self.trying.is_some() { self.attempt_overdue_at(pace) } else { self.recheck_at };
+        let turn_at = if self.trying.is_some() {
+            self.attempt_overdue_at(pace)
+        } else {
+            self.recheck_at
+        };
         // Who is polled at all comes at once when it is notified.
-        turn_at.max(self.turn_since) + if self.in_a_hurry { pace.recheck / 10 } else { pace.recheck }
+        turn_at.max(self.turn_since)
+            + if self.in_a_hurry {
+                pace.recheck / 10
+            } else {
+                pace.recheck
+            }
     }
 
     fn everybody(&self) -> impl Iterator<Item = &Arc<Waiter>> {
@@ -311,13 +368,20 @@ impl State {
     fn pass_baton(&self) {
         match self.queue.front() {
             Some(front) => front.notify.notify_one(),
-            None => self.absent.iter().for_each(|waiter| waiter.notify.notify_one()),
+            None => self
+                .absent
+                .iter()
+                .for_each(|waiter| waiter.notify.notify_one()),
         }
     }
 
     /// Lets one that was passed over stand in line again.
     fn take_back(&mut self, waiter: &Arc<Waiter>) {
-        if let Some(at) = self.absent.iter().position(|other| Arc::ptr_eq(other, waiter)) {
+        if let Some(at) = self
+            .absent
+            .iter()
+            .position(|other| Arc::ptr_eq(other, waiter))
+        {
             let waiter = self.absent.swap_remove(at);
             self.queue.push_back(waiter);
         }

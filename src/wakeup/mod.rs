@@ -1,7 +1,8 @@
-//! Wake-ups: who waits in this process for which lock, in which order, and the channels that this needs.
+//! Wake-ups: who waits in this process for which lock, in which order, and the channels that this
+//! needs.
 //!
-//! The waiters of one lock stand in a queue, the [`lane`]. The [`table`] has all lanes, and knows which channels they
-//! need; [`reconcile`] subscribes these.
+//! The waiters of one lock stand in a queue, the [`lane`]. The [`table`] has all lanes, and knows
+//! which channels they need; [`reconcile`] subscribes these.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -31,7 +32,8 @@ pub(crate) fn event(wakeups: &Wakeups, event: Event<'_>) {
     }
 }
 
-/// Keeps the subscriptions as the lanes need them: a channel is subscribed while somebody waits, and not longer.
+/// Keeps the subscriptions as the lanes need them: a channel is subscribed while somebody waits,
+/// and not longer.
 ///
 /// One operation at a time, in the order of `changed`; each looks at what is wanted *now*.
 pub(crate) async fn reconcile(
@@ -88,7 +90,8 @@ pub(crate) async fn reconcile(
     pubsub.close().await;
 }
 
-/// Subscriptions that the server has refused, perhaps for a while only. Tells of one, but not for every waiter.
+/// Subscriptions that the server has refused, perhaps for a while only. Tells of one, but not for
+/// every waiter.
 #[derive(Default)]
 struct Refusals {
     names: HashSet<Bytes>,

@@ -1,5 +1,5 @@
-//! What the queues are synchronised with, and the clock that they go by. `tests/interleavings` puts a model checker's in
-//! their place.
+//! What the queues are synchronised with, and the clock that they go by. `tests/interleavings` puts
+//! a model checker's in their place.
 
 pub(crate) use parking_lot::Mutex;
 pub(crate) use tokio::sync::Notify;

@@ -45,7 +45,13 @@ pub(crate) enum Turn {
 impl Wakeups {
     pub(crate) fn new() -> (Arc<Self>, mpsc::UnboundedReceiver<Bytes>) {
         let (changes, changed) = mpsc::unbounded_channel();
-        (Arc::new(Self { table: Mutex::new(Table::default()), changes }), changed)
+        (
+            Arc::new(Self {
+                table: Mutex::new(Table::default()),
+                changes,
+            }),
+            changed,
+        )
     }
 
     /// Puts a waiter at the end of the lock's lane.
@@ -53,11 +59,20 @@ impl Wakeups {
         let mut table = self.table.lock();
         let closed = table.closed;
         let lanes = &mut table.channels.entry(channel.clone()).or_default().lanes;
-        let lane = Arc::clone(lanes.entry(name.clone()).or_insert_with(|| Arc::new(Lane::new(closed))));
+        let lane = Arc::clone(
+            lanes
+                .entry(name.clone())
+                .or_insert_with(|| Arc::new(Lane::new(closed))),
+        );
         // Under the table's lock, so that nobody takes the lane out in between.
         let waiter = lane.join(thread);
         drop(table);
-        let lane = LaneRef { wakeups: Arc::clone(self), channel: channel.clone(), name: name.clone(), lane };
+        let lane = LaneRef {
+            wakeups: Arc::clone(self),
+            channel: channel.clone(),
+            name: name.clone(),
+            lane,
+        };
         Place { lane, waiter }
     }
 
@@ -82,10 +97,16 @@ impl Wakeups {
         }
     }
 
-    /// Wakes the waiters of a holder that has just been granted the lock: they re-enter.
-    pub(crate) fn holder_granted(&self, channel: &Bytes, name: &Bytes, thread: i64) {
-        if let Some(lane) = self.table.lock().channels.get(channel).and_then(|channel| channel.lanes.get(name)) {
-            lane.wake_holder(thread);
+    /// Wakes the waiters of a owner that has just been granted the lock: they re-enter.
+    pub(crate) fn owner_granted(&self, channel: &Bytes, name: &Bytes, thread: i64) {
+        if let Some(lane) = self
+            .table
+            .lock()
+            .channels
+            .get(channel)
+            .and_then(|channel| channel.lanes.get(name))
+        {
+            lane.wake_owner(thread);
         }
     }
 
@@ -93,17 +114,25 @@ impl Wakeups {
     pub(crate) fn close(&self) {
         let mut table = self.table.lock();
         table.closed = true;
-        table.channels.values().flat_map(|channel| channel.lanes.values()).for_each(|lane| lane.close());
+        table
+            .channels
+            .values()
+            .flat_map(|channel| channel.lanes.values())
+            .for_each(|lane| lane.close());
     }
 
     /// Takes the look at a channel that was asked for: whether it is to be subscribed.
     pub(crate) fn wants(&self, channel: &Bytes) -> bool {
         let mut table = self.table.lock();
         table.changed.remove(channel);
-        table.channels.get(channel).is_some_and(|channel| channel.asked)
+        table
+            .channels
+            .get(channel)
+            .is_some_and(|channel| channel.asked)
     }
 
-    /// The server has confirmed a subscription, which is a reason to try again: a message may have been missed before.
+    /// The server has confirmed a subscription, which is a reason to try again: a message may have
+    /// been missed before.
     ///
     /// Each time, for the connection may have been lost since an earlier confirmation was sent.
     pub(crate) fn confirmed(&self, channel: &Bytes) {
@@ -156,9 +185,15 @@ struct LaneRef {
 impl LaneRef {
     fn remove_if_idle(&self) {
         let table = &mut *self.wakeups.table.lock();
-        let Some(channel) = table.channels.get_mut(&self.channel) else { return };
+        let Some(channel) = table.channels.get_mut(&self.channel) else {
+            return;
+        };
         // Somebody may have joined meanwhile, or another lane may be in its place.
-        if channel.lanes.get(&self.name).is_some_and(|lane| Arc::ptr_eq(lane, &self.lane) && lane.is_idle()) {
+        if channel
+            .lanes
+            .get(&self.name)
+            .is_some_and(|lane| Arc::ptr_eq(lane, &self.lane) && lane.is_idle())
+        {
             channel.lanes.remove(&self.name);
         }
         if channel.lanes.is_empty() {
@@ -180,12 +215,19 @@ pub(crate) struct Place {
 impl Place {
     /// What to do now.
     ///
-    /// Who is to sleep in front of the lane has the channel subscribed; the confirmation is a reason to try.
+    /// Who is to sleep in front of the lane has the channel subscribed; the confirmation is a
+    /// reason to try.
     pub(crate) fn turn(&self, pace: Pace) -> Turn {
         match self.lane.lane.step(&self.waiter, pace) {
             Step::Try(attempt) => {
                 let lane = self.lane.clone();
-                Turn::Try(InFlight { lane, attempt, began: Instant::now(), pace, outcome: Outcome::Silent(None) })
+                Turn::Try(InFlight {
+                    lane,
+                    attempt,
+                    began: Instant::now(),
+                    pace,
+                    outcome: Outcome::Silent(None),
+                })
             }
             Step::Sleep { until, place } => {
                 if place == Standing::Front {
@@ -202,7 +244,8 @@ impl Place {
         self.waiter.notified().await;
     }
 
-    /// Has it notified as soon as the server has told the lane anything. `true` if that is new: then look again.
+    /// Has it notified as soon as the server has told the lane anything. `true` if that is new:
+    /// then look again.
     pub(crate) fn wants_answer(&self) -> bool {
         self.lane.lane.wants_answer(&self.waiter)
     }
@@ -216,8 +259,8 @@ impl Drop for Place {
     }
 }
 
-/// The mark of an attempt in flight. It goes with the attempt, also where the waiter that began it goes away; dropping
-/// it lets the next one try.
+/// The mark of an attempt in flight. It goes with the attempt, also where the waiter that began it
+/// goes away; dropping it lets the next one try.
 pub(crate) struct InFlight {
     lane: LaneRef,
     attempt: u64,

@@ -1,4 +1,5 @@
-//! The rules of the line, without a server. (A scheduler tries orders of events in `tests/interleavings`.)
+//! The rules of the line, without a server. (A scheduler tries orders of events in
+//! `tests/interleavings`.)
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +10,10 @@ use tokio::time::Instant;
 use super::{InFlight, Outcome, Pace, Place, Turn, Wakeups};
 
 const CHANNEL: Bytes = Bytes::from_static(b"redisson_lock__channel:{stock}");
-const PACE: Pace = Pace { recheck: Duration::from_secs(60), grace: Duration::from_secs(3) };
+const PACE: Pace = Pace {
+    recheck: Duration::from_secs(60),
+    grace: Duration::from_secs(3),
+};
 
 fn join(wakeups: &Arc<Wakeups>, thread: i64) -> Place {
     wakeups.join(&CHANNEL, &Bytes::from_static(b"stock"), thread)
@@ -25,11 +29,15 @@ fn tries(place: &Place) -> Option<InFlight> {
 
 /// Tries if it may, and finds the lock held for long.
 fn asks(place: &Place) -> bool {
-    tries(place).map(|attempt| attempt.answered(Outcome::Held(None))).is_some()
+    tries(place)
+        .map(|attempt| attempt.answered(Outcome::Held(None)))
+        .is_some()
 }
 
 async fn is_notified(place: &Place) -> bool {
-    tokio::time::timeout(Duration::from_millis(1), place.notified()).await.is_ok()
+    tokio::time::timeout(Duration::from_millis(1), place.notified())
+        .await
+        .is_ok()
 }
 
 #[tokio::test(start_paused = true)]
@@ -92,7 +100,10 @@ async fn who_comes_after_an_attempt_that_told_nothing_asks_for_itself() {
     assert!(asks(&second));
     let third = join(&wakeups, 3);
     drop(second);
-    assert!(!asks(&third), "the one before was told that the lock is held");
+    assert!(
+        !asks(&third),
+        "the one before was told that the lock is held"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -148,7 +159,10 @@ async fn who_comes_to_the_front_has_its_own_time_to_take_its_turn() {
     tokio::time::advance(3 * PACE.recheck).await;
     let (fifth, sixth) = (join(&wakeups, 5), join(&wakeups, 6));
     assert!(!asks(&sixth), "the fifth has only just come");
-    assert!(asks(&fifth), "who began the attempt in flight is not being polled");
+    assert!(
+        asks(&fifth),
+        "who began the attempt in flight is not being polled"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -196,7 +210,10 @@ async fn the_channel_is_wanted_while_somebody_sleeps_and_not_longer() {
     assert!(wakeups.wants(&CHANNEL));
     assert_eq!(changes.try_recv(), Ok(CHANNEL));
     wakeups.confirmed(&CHANNEL);
-    assert!(asks(&place), "a message may have been missed before the confirmation");
+    assert!(
+        asks(&place),
+        "a message may have been missed before the confirmation"
+    );
     drop(place);
     assert!(!wakeups.wants(&CHANNEL));
     assert_eq!(changes.try_recv(), Ok(CHANNEL));
@@ -231,14 +248,17 @@ async fn a_confirmation_that_the_lost_connection_sent_does_not_stand_for_the_nex
     wakeups.confirmed(&CHANNEL);
     assert!(asks(&place));
     wakeups.confirmed(&CHANNEL);
-    assert!(asks(&place), "a message may have been missed before the confirmation");
+    assert!(
+        asks(&place),
+        "a message may have been missed before the confirmation"
+    );
 }
 
 #[tokio::test(start_paused = true)]
-async fn waiters_of_one_holder_hear_that_it_was_granted() {
+async fn waiters_of_one_owner_hear_that_it_was_granted() {
     let (wakeups, _changes) = Wakeups::new();
     let (_first, second, other) = (join(&wakeups, 1), join(&wakeups, 1), join(&wakeups, 2));
-    wakeups.holder_granted(&CHANNEL, &Bytes::from_static(b"stock"), 1);
+    wakeups.owner_granted(&CHANNEL, &Bytes::from_static(b"stock"), 1);
     assert!(is_notified(&second).await);
     assert!(!is_notified(&other).await);
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use rand::Rng;
 use rand::rngs::StdRng;
 use redis::aio::MultiplexedConnection;
-use redisson_lock::{Error, Holder, HolderExt, LockClient, ReentrantLock};
+use redisson_lock::{Error, LockClient, Owner, OwnerExt, ReentrantLock};
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
@@ -21,9 +21,9 @@ pub struct Actor {
     pub direct: redis::Client,
     pub connection: Option<MultiplexedConnection>,
     pub random: StdRng,
-    /// Its holder for operations that are not by a fresh one.
-    pub usual: Holder,
-    /// Whether another task of the process has the same usual holder.
+    /// Its owner for operations that are not by a fresh one.
+    pub usual: Owner,
+    /// Whether another task of the process has the same usual owner.
     pub shares: bool,
     /// Long beside the times in which wake-ups have to come and unknown outcomes to be settled.
     pub long_lease: Duration,
@@ -33,7 +33,7 @@ pub struct Actor {
 #[derive(Clone, Copy)]
 struct Want {
     lock: usize,
-    holder: Holder,
+    owner: Owner,
     lease: Option<Duration>,
     /// `None` waits without limit.
     wait: Option<Duration>,
@@ -63,12 +63,18 @@ impl Actor {
             // Some go away at the very moment when they are woken.
             let leaves = self.random.random_bool(0.4);
             let leaves = leaves.then(|| (self.random.random_range(1..8), self.up_to(1_000)));
-            let (holder, lease) = (Holder::new(), Some(self.long_lease));
-            let want = Want { lock: BUSY_LOCKS, holder, lease, wait: None, leaves };
+            let (owner, lease) = (Owner::new(), Some(self.long_lease));
+            let want = Want {
+                lock: BUSY_LOCKS,
+                owner,
+                lease,
+                wait: None,
+                leaves,
+            };
             if let Some(held) = self.acquire(want).await {
                 sleep(Duration::from_millis(100) + self.up_to(500)).await;
                 held.sure();
-                self.give(want.holder, held).await;
+                self.give(want.owner, held).await;
             }
             sleep(self.up_to(2_500)).await;
         }
@@ -88,15 +94,30 @@ impl Actor {
             _ => Some(Duration::from_millis(random.random_range(1..1_000))),
         };
         let leaves = random.random_bool(0.2);
-        let leaves = leaves.then(|| (random.random_range(0..12), Duration::from_millis(random.random_range(1..60))));
-        let holder = if random.random_bool(0.5) { self.usual } else { Holder::new() };
-        Want { lock: random.random_range(0..BUSY_LOCKS), holder, lease, wait, leaves }
+        let leaves = leaves.then(|| {
+            (
+                random.random_range(0..12),
+                Duration::from_millis(random.random_range(1..60)),
+            )
+        });
+        let owner = if random.random_bool(0.5) {
+            self.usual
+        } else {
+            Owner::new()
+        };
+        Want {
+            lock: random.random_range(0..BUSY_LOCKS),
+            owner,
+            lease,
+            wait,
+            leaves,
+        }
     }
 
-    /// Whether all holds of that holder are this task's. Otherwise the lock does not keep the others out, and a hold
-    /// without a guard may be given back by any of them.
-    fn is_alone(&self, holder: Holder) -> bool {
-        !self.shares || holder != self.usual
+    /// Whether all holds of that owner are this task's. Otherwise the lock does not keep the others
+    /// out, and a hold without a guard may be given back by any of them.
+    fn is_alone(&self, owner: Owner) -> bool {
+        !self.shares || owner != self.usual
     }
 
     fn up_to(&mut self, ms: u64) -> Duration {
@@ -109,15 +130,29 @@ impl Actor {
 
     fn invoked(&self, want: Want, how: &str) -> Asked {
         let attempt = self.recorder.attempt();
-        let owner = format!("{}:{}", self.client.client_id(), want.holder.thread_id());
+        let owner = format!("{}:{}", self.client.client_id(), want.owner.thread_id());
         let lease = want.lease.unwrap_or(WATCHDOG).as_nanos() as Nanos;
-        let how = if want.leaves.is_some() { format!("{how} that may leave") } else { how.to_owned() };
+        let how = if want.leaves.is_some() {
+            format!("{how} that may leave")
+        } else {
+            how.to_owned()
+        };
         self.recorder.record(
             now(),
             attempt,
-            Event::Invoked { lock: want.lock, owner, how, lease, renewed: want.lease.is_none() },
+            Event::Invoked {
+                lock: want.lock,
+                owner,
+                how,
+                lease,
+                renewed: want.lease.is_none(),
+            },
         );
-        Asked { attempt, recorder: Arc::clone(&self.recorder), answered: false }
+        Asked {
+            attempt,
+            recorder: Arc::clone(&self.recorder),
+            answered: false,
+        }
     }
 
     async fn acquire(&mut self, want: Want) -> Option<Held> {
@@ -128,23 +163,37 @@ impl Actor {
             match want.wait {
                 Some(wait) if tries => {
                     let request = lock.try_lock().wait(wait);
-                    if let Some(lease) = want.lease { request.lease(lease).await } else { request.await }
+                    if let Some(lease) = want.lease {
+                        request.lease(lease).await
+                    } else {
+                        request.await
+                    }
                 }
                 wait => {
                     let request = lock.lock();
-                    let request = if let Some(wait) = wait { request.wait(wait) } else { request };
-                    let request = if let Some(lease) = want.lease { request.lease(lease) } else { request };
+                    let request = if let Some(wait) = wait {
+                        request.wait(wait)
+                    } else {
+                        request
+                    };
+                    let request = if let Some(lease) = want.lease {
+                        request.lease(lease)
+                    } else {
+                        request
+                    };
                     request.await.map(Some)
                 }
             }
         };
-        let outcome = unless_leaving(want.leaves, acquire.with_holder(want.holder)).await;
+        let outcome = unless_leaving(want.leaves, acquire.with_owner(want.owner)).await;
         let guard = match outcome {
             Some(Ok(Some(guard))) => guard,
             other => {
                 asked.answer(match other {
                     None => Event::Cancelled,
-                    Some(Ok(_)) => Event::Failed { why: "contended".into() },
+                    Some(Ok(_)) => Event::Failed {
+                        why: "contended".into(),
+                    },
                     Some(Err(error)) => refused(&error),
                 });
                 return None;
@@ -153,29 +202,42 @@ impl Actor {
         asked.answered = true;
         let (at, attempt) = (now(), asked.attempt);
         let remaining = guard.remaining_lease().as_nanos() as Nanos;
-        self.recorder.record(at, attempt, Event::Granted { remaining });
+        self.recorder
+            .record(at, attempt, Event::Granted { remaining });
         let (recorder, lost) = (Arc::clone(&self.recorder), guard.lost());
         let watch = tokio::spawn(async move {
             let reason = format!("{:?}", lost.await);
             recorder.record(now(), attempt, Event::Lost { reason });
         });
         let recorder = Arc::clone(&self.recorder);
-        Some(Held { attempt, lock: want.lock, recorder, guard: Some(guard), watch: watch.abort_handle() })
+        Some(Held {
+            attempt,
+            lock: want.lock,
+            recorder,
+            guard: Some(guard),
+            watch: watch.abort_handle(),
+        })
     }
 
-    /// Has a hold for a while, with holds of the same holder inside, and gives all of them back.
+    /// Has a hold for a while, with holds of the same owner inside, and gives all of them back.
     async fn hold(&mut self, want: Want, held: Held, end: Nanos) {
         let mut holds = vec![held];
         while holds.len() < 4 && self.random.random_bool(0.25) {
-            let inner = Want { lock: want.lock, holder: want.holder, ..self.want() };
-            let Some(held) = self.acquire(inner).await else { break };
+            let inner = Want {
+                lock: want.lock,
+                owner: want.owner,
+                ..self.want()
+            };
+            let Some(held) = self.acquire(inner).await else {
+                break;
+            };
             holds.push(held);
-            if !self.is_alone(want.holder) {
+            if !self.is_alone(want.owner) {
                 continue;
             }
             self.count(want, &holds).await;
         }
-        if self.random.random_bool(0.6) && self.is_alone(want.holder) {
+        if self.random.random_bool(0.6) && self.is_alone(want.owner) {
             self.section(&holds[0]).await;
         }
         let mut time = match self.random.random_range(0..40) {
@@ -198,47 +260,72 @@ impl Actor {
             let at = self.random.random_range(0..holds.len());
             let held = holds.swap_remove(at);
             held.sure();
-            self.give(want.holder, held).await;
+            self.give(want.owner, held).await;
         }
     }
 
-    /// Compares the server's count with the holds, right after an acquire: then none is on its way back.
+    /// Compares the server's count with the holds, right after an acquire: then none is on its way
+    /// back.
     async fn count(&self, want: Want, holds: &[Held]) {
         let asked = self.lock(want.lock);
-        let Ok(found) = asked.hold_count().with_holder(want.holder).await else { return };
+        let Ok(found) = asked.hold_count().with_owner(want.owner).await else {
+            return;
+        };
         let at = now();
         if holds.iter().all(|held| !held.is_lost()) {
-            self.recorder.record(at, holds[0].attempt, Event::Count { expected: holds.len() as u64, found });
+            self.recorder.record(
+                at,
+                holds[0].attempt,
+                Event::Count {
+                    expected: holds.len() as u64,
+                    found,
+                },
+            );
         }
     }
 
     async fn section(&mut self, held: &Held) {
-        self.recorder.record(now(), held.attempt, Event::SectionBegan);
+        self.recorder
+            .record(now(), held.attempt, Event::SectionBegan);
         let read = self.raise(held.lock).await;
         let (at, sure) = (now(), held.sure());
         let (read, proven) = (read.unwrap_or(0), read.is_some() && sure);
-        self.recorder.record(at, held.attempt, Event::SectionEnded { read, proven });
+        self.recorder
+            .record(at, held.attempt, Event::SectionEnded { read, proven });
     }
 
-    /// Reads the lock's register and writes the next number. `None` if that is not sure to have happened.
+    /// Reads the lock's register and writes the next number. `None` if that is not sure to have
+    /// happened.
     async fn raise(&mut self, lock: usize) -> Option<u64> {
         let mut connection = match self.connection.take() {
             Some(connection) => connection,
             None => self.direct.get_multiplexed_async_connection().await.ok()?,
         };
         let register = register_name(lock);
-        let read: Option<u64> = redis::cmd("GET").arg(&register).query_async(&mut connection).await.ok()?;
+        let read: Option<u64> = redis::cmd("GET")
+            .arg(&register)
+            .query_async(&mut connection)
+            .await
+            .ok()?;
         let read = read.unwrap_or(0);
-        redis::cmd("SET").arg(&register).arg(read + 1).exec_async(&mut connection).await.ok()?;
+        redis::cmd("SET")
+            .arg(&register)
+            .arg(read + 1)
+            .exec_async(&mut connection)
+            .await
+            .ok()?;
         // After an error a new one is made: a reply that comes late is nobody's.
         self.connection = Some(connection);
         Some(read)
     }
 
-    async fn give(&mut self, holder: Holder, mut held: Held) {
-        let how = ["unlock", "unlock", "unlock", "drop", "leave", "forget"]
-            [self.random.random_range(0..if self.is_alone(holder) { 6 } else { 5 })];
-        let Some(guard) = held.giving(how) else { return };
+    async fn give(&mut self, owner: Owner, mut held: Held) {
+        let how = ["unlock", "unlock", "unlock", "drop", "leave", "forget"][self
+            .random
+            .random_range(0..if self.is_alone(owner) { 6 } else { 5 })];
+        let Some(guard) = held.giving(how) else {
+            return;
+        };
         let outcome = match how {
             "unlock" => Some(guard.unlock().await),
             "drop" => {
@@ -251,7 +338,7 @@ impl Actor {
             }
             _ => {
                 guard.forget();
-                Some(self.lock(held.lock).unlock().with_holder(holder).await)
+                Some(self.lock(held.lock).unlock().with_owner(owner).await)
             }
         };
         if let Some(outcome) = outcome {
@@ -261,26 +348,35 @@ impl Actor {
                 Err(Error::Unknown { .. }) => "unknown".to_owned(),
                 Err(error) => error.to_string(),
             };
-            self.recorder.record(now(), held.attempt, Event::Gave { outcome });
+            self.recorder
+                .record(now(), held.attempt, Event::Gave { outcome });
         }
     }
 
     /// Frees a lock as an operator does, whoever has it.
     async fn force(&self, lock: usize) {
         let attempt = self.recorder.attempt();
-        self.recorder.record(now(), attempt, Event::Forcing { lock });
+        self.recorder
+            .record(now(), attempt, Event::Forcing { lock });
         let outcome = match self.lock(lock).force_unlock().await {
             Ok(true) => "freed".to_owned(),
             Ok(false) => "free".to_owned(),
             Err(Error::Unknown { .. }) => "unknown".to_owned(),
             Err(error) => error.to_string(),
         };
-        self.recorder.record(now(), attempt, Event::Forced { outcome });
+        self.recorder
+            .record(now(), attempt, Event::Forced { outcome });
     }
 
     /// Guarded work in `run`, with an inner hold at times.
     async fn run(&mut self, want: Want, end: Nanos) {
-        let mut asked = self.invoked(Want { leaves: None, ..want }, "run");
+        let mut asked = self.invoked(
+            Want {
+                leaves: None,
+                ..want
+            },
+            "run",
+        );
         let attempt = asked.attempt;
         let recorder = Arc::clone(&self.recorder);
         let lock = self.lock(want.lock);
@@ -293,15 +389,23 @@ impl Actor {
             }
             _ => self.up_to(10),
         };
-        let (works, nests) = (self.random.random_bool(0.6) && self.is_alone(want.holder), self.random.random_bool(0.3));
+        let (works, nests) = (
+            self.random.random_bool(0.6) && self.is_alone(want.owner),
+            self.random.random_bool(0.3),
+        );
         let mut began = false;
         let guarded = async {
             began = true;
             recorder.record(now(), attempt, Event::Granted { remaining: 0 });
             if nests {
-                let inner = Want { leaves: None, lease: None, wait: None, ..want };
+                let inner = Want {
+                    leaves: None,
+                    lease: None,
+                    wait: None,
+                    ..want
+                };
                 if let Some(held) = self.acquire(inner).await {
-                    self.give(want.holder, held).await;
+                    self.give(want.owner, held).await;
                 }
             }
             let mut read = None;
@@ -322,25 +426,47 @@ impl Actor {
             }
         };
         let request = lock.run(guarded);
-        let request = if let Some(wait) = want.wait { request.wait(wait) } else { request };
-        let request = if let Some(lease) = want.lease { request.lease(lease) } else { request };
-        let outcome = unless_leaving(want.leaves, request.with_holder(want.holder)).await;
+        let request = if let Some(wait) = want.wait {
+            request.wait(wait)
+        } else {
+            request
+        };
+        let request = if let Some(lease) = want.lease {
+            request.lease(lease)
+        } else {
+            request
+        };
+        let outcome = unless_leaving(want.leaves, request.with_owner(want.owner)).await;
         let at = now();
         match outcome {
             None => asked.answer(Event::Cancelled),
             Some(Ok((ended, read))) => {
                 asked.answered = true;
                 if let Some((at, read)) = read {
-                    self.recorder.record(at, attempt, Event::SectionEnded { read, proven: true });
+                    self.recorder
+                        .record(at, attempt, Event::SectionEnded { read, proven: true });
                 }
-                self.recorder.record(ended, attempt, Event::Giving { how: "run".into() });
-                self.recorder.record(at, attempt, Event::Gave { outcome: "ok".into() });
+                self.recorder
+                    .record(ended, attempt, Event::Giving { how: "run".into() });
+                self.recorder.record(
+                    at,
+                    attempt,
+                    Event::Gave {
+                        outcome: "ok".into(),
+                    },
+                );
             }
             Some(Err(error)) if began => {
                 let why = error.to_string();
                 asked.answer(match error {
                     Error::Lost { reason, .. } => {
-                        self.recorder.record(at, attempt, Event::Lost { reason: format!("{reason:?}") });
+                        self.recorder.record(
+                            at,
+                            attempt,
+                            Event::Lost {
+                                reason: format!("{reason:?}"),
+                            },
+                        );
                         Event::TakenBack { why }
                     }
                     _ => Event::Unknown { why },

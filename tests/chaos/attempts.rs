@@ -6,7 +6,8 @@ use std::sync::OnceLock;
 use super::forced::Force;
 use super::history::{Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, slot_of};
 
-/// For how long a process must have had no fault until all that was unclear is settled in its background.
+/// For how long a process must have had no fault until all that was unclear is settled in its
+/// background.
 pub const SETTLED: Nanos = 1_000 * MS;
 
 /// One attempt to hold a lock, and what became of it.
@@ -23,7 +24,7 @@ pub struct Attempt {
     pub renewed: bool,
     pub invoked: Nanos,
     pub granted: Option<Nanos>,
-    /// Until when its holder has said to be sure.
+    /// Until when its owner has said to be sure.
     pub sure_until: Nanos,
     /// When it said so, and until when each time.
     pub said: Vec<(Nanos, Nanos)>,
@@ -41,12 +42,12 @@ pub struct Attempt {
     pub steps: Vec<Nanos>,
 }
 
-/// A loss that its holder was told.
+/// A loss that its owner was told.
 #[derive(Debug, Clone)]
 pub struct Loss {
     pub at: Nanos,
-    /// Whether by the holder's clock: no renewal was confirmed in time, or its lease was fixed. Otherwise the server
-    /// said so.
+    /// Whether by the owner's clock: no renewal was confirmed in time, or its lease was fixed.
+    /// Otherwise the server said so.
     pub expired: bool,
 }
 
@@ -59,8 +60,9 @@ pub struct Section {
 }
 
 impl Attempt {
-    /// From when until when its owner was sure to have the lock, all by the library's word: from the grant's return to
-    /// the invocation of what gave it back, if that was confirmed; otherwise no longer than it was said to last.
+    /// From when until when its owner was sure to have the lock, all by the library's word: from
+    /// the grant's return to the invocation of what gave it back, if that was confirmed; otherwise
+    /// no longer than it was said to last.
     pub fn sure(&self) -> Option<(Nanos, Nanos)> {
         let from = self.granted?;
         let to = match (&self.gave, self.giving) {
@@ -96,7 +98,14 @@ impl<'a> Story<'a> {
         let mut longest_lease = 0;
         // The beginnings first: an event may bear the time of the one before it.
         for line in &lines {
-            if let Event::Invoked { lock, owner, how, lease, renewed } = &line.event {
+            if let Event::Invoked {
+                lock,
+                owner,
+                how,
+                lease,
+                renewed,
+            } = &line.event
+            {
                 longest_lease = longest_lease.max(*lease);
                 places.insert((line.process, line.attempt), attempts.len());
                 attempts.push(Attempt {
@@ -111,27 +120,62 @@ impl<'a> Story<'a> {
                 });
             }
         }
-        for Line { at, process, attempt, event } in &lines {
+        for Line {
+            at,
+            process,
+            attempt,
+            event,
+        } in &lines
+        {
             if let Some(place) = places.get(&(*process, *attempt)) {
                 attempts[*place].take(*at, event);
             }
         }
         let killed = history.killed.iter().copied().collect();
-        let mut story = Self { attempts, forces: Vec::new(), places, history, killed, longest_lease };
-        for Line { at, process, attempt, event } in lines {
+        let mut story = Self {
+            attempts,
+            forces: Vec::new(),
+            places,
+            history,
+            killed,
+            longest_lease,
+        };
+        for Line {
+            at,
+            process,
+            attempt,
+            event,
+        } in lines
+        {
             match event {
                 Event::Forcing { lock } => {
                     // Until its end is known.
-                    let to = story.killed(*process).map_or(Nanos::MAX, |killed| story.settled(*process, killed));
+                    let to = story
+                        .killed(*process)
+                        .map_or(Nanos::MAX, |killed| story.settled(*process, killed));
                     let (process, attempt) = (*process, *attempt);
-                    let force = Force { process, attempt, lock: *lock, from: *at, to, freed: true, told: None };
+                    let force = Force {
+                        process,
+                        attempt,
+                        lock: *lock,
+                        from: *at,
+                        to,
+                        freed: true,
+                        told: None,
+                    };
                     story.forces.push(force);
                 }
                 Event::Forced { outcome } => {
                     let unknown = outcome == "unknown";
-                    let to = if unknown { story.settled(*process, *at) } else { *at };
+                    let to = if unknown {
+                        story.settled(*process, *at)
+                    } else {
+                        *at
+                    };
                     let mut forces = story.forces.iter_mut();
-                    if let Some(force) = forces.rfind(|force| (force.process, force.attempt) == (*process, *attempt)) {
+                    if let Some(force) =
+                        forces.rfind(|force| (force.process, force.attempt) == (*process, *attempt))
+                    {
                         let freed = outcome == "freed";
                         (force.to, force.freed) = (to, unknown || freed);
                         force.told = (freed || outcome == "free").then_some(freed);
@@ -145,7 +189,9 @@ impl<'a> Story<'a> {
 
     /// What a process calls its attempt of that number.
     pub fn attempt(&self, process: u64, attempt: u64) -> Option<&Attempt> {
-        self.places.get(&(process, attempt)).map(|place| &self.attempts[*place])
+        self.places
+            .get(&(process, attempt))
+            .map(|place| &self.attempts[*place])
     }
 
     /// When a process was killed, if it was.
@@ -155,7 +201,9 @@ impl<'a> Story<'a> {
 
     /// Until when an attempt may have a hold on the server. Never is `Nanos::MAX`.
     pub fn may_hold_until(&self, attempt: &Attempt) -> Nanos {
-        *attempt.may_hold_until.get_or_init(|| self.find_may_hold_until(attempt))
+        *attempt
+            .may_hold_until
+            .get_or_init(|| self.find_may_hold_until(attempt))
     }
 
     fn find_may_hold_until(&self, attempt: &Attempt) -> Nanos {
@@ -170,9 +218,13 @@ impl<'a> Story<'a> {
             let since = since.max(attempt.lost.as_ref().map_or(0, |lost| lost.at));
             let settled = self.settled(attempt.process, since);
             // What the server refuses to take back stays until its lease is over.
-            let mut refusals = self.faults_of(attempt.process).filter(|fault| fault.kind == NO_SCRIPTS);
+            let mut refusals = self
+                .faults_of(attempt.process)
+                .filter(|fault| fault.kind == NO_SCRIPTS);
             let refused = refusals.rfind(|fault| fault.from <= settled && fault.to >= since);
-            refused.map_or(settled, |fault| settled.max(fault.to + self.longest_lease + 1_000 * MS))
+            refused.map_or(settled, |fault| {
+                settled.max(fault.to + self.longest_lease + 1_000 * MS)
+            })
         });
         match (settled, self.killed(attempt.process)) {
             (Some(settled), Some(killed)) if settled <= killed => settled,
@@ -184,7 +236,9 @@ impl<'a> Story<'a> {
 
     /// Until when a write that was begun by then may still reach the server.
     pub fn may_write_until(&self, attempt: &Attempt, since: Option<Nanos>) -> Nanos {
-        let since = since.or(attempt.ended.map(|(at, _)| at)).or(attempt.gave.as_ref().map(|(at, _)| *at));
+        let since = since
+            .or(attempt.ended.map(|(at, _)| at))
+            .or(attempt.gave.as_ref().map(|(at, _)| *at));
         match (since, self.killed(attempt.process)) {
             (Some(since), _) => self.settled(attempt.process, since),
             (None, Some(killed)) => self.expired(attempt.process, killed),
@@ -204,7 +258,8 @@ impl<'a> Story<'a> {
         settled
     }
 
-    /// When all leases of a process that was killed then have run out, also those that were still on their way.
+    /// When all leases of a process that was killed then have run out, also those that were still
+    /// on their way.
     fn expired(&self, process: u64, killed: Nanos) -> Nanos {
         let mut arrived = killed;
         for fault in self.faults_of(process) {
@@ -218,7 +273,10 @@ impl<'a> Story<'a> {
     /// The faults that a process has met, in the order of their beginnings.
     pub fn faults_of(&self, process: u64) -> impl DoubleEndedIterator<Item = &'a Fault> {
         let slot = slot_of(process);
-        self.history.faults.iter().filter(move |fault| fault.met && fault.slot.is_none_or(|of| of == slot))
+        self.history
+            .faults
+            .iter()
+            .filter(move |fault| fault.met && fault.slot.is_none_or(|of| of == slot))
     }
 }
 
@@ -247,18 +305,27 @@ impl Attempt {
             Event::Sure { remaining } => self.say(at, *remaining),
             Event::Lost { reason } => {
                 // It is told once, but a `run` has several who hear.
-                self.lost.get_or_insert_with(|| Loss { at, expired: reason == "Expired" });
+                self.lost.get_or_insert_with(|| Loss {
+                    at,
+                    expired: reason == "Expired",
+                });
             }
             Event::Giving { .. } => self.giving = Some(at),
             Event::Gave { outcome } => self.gave = Some((at, outcome.clone())),
             Event::Worked => self.steps.push(at),
-            Event::SectionBegan => self.sections.push(Section { began: at, ended: None }),
+            Event::SectionBegan => self.sections.push(Section {
+                began: at,
+                ended: None,
+            }),
             Event::SectionEnded { read, proven } => {
                 if let Some(section) = self.sections.last_mut() {
                     section.ended = Some((at, *read, *proven));
                 }
             }
-            Event::Invoked { .. } | Event::Count { .. } | Event::Forcing { .. } | Event::Forced { .. } => {}
+            Event::Invoked { .. }
+            | Event::Count { .. }
+            | Event::Forcing { .. }
+            | Event::Forced { .. } => {}
             Event::Panicked { .. } | Event::Ended { .. } => {}
         }
     }

@@ -1,4 +1,5 @@
-//! What holders may rely on: that nobody else has the lock, that the server has it for them, that they hear of its loss.
+//! What owners may rely on: that nobody else has the lock, that the server has it for them, that
+//! they hear of its loss.
 
 use super::attempts::{Attempt, Story};
 use super::forced::{Excuse, excuses, in_the_dark};
@@ -17,11 +18,20 @@ pub fn exclusion(story: &Story, found: &mut Vec<Violation>) {
         let mut open: Vec<(Nanos, &Attempt)> = Vec::new();
         for (from, to, attempt) in sure_of(story, lock) {
             open.retain(|(until, _)| *until > from);
-            for (until, other) in open.iter().filter(|(_, other)| other.owner != attempt.owner) {
+            for (until, other) in open
+                .iter()
+                .filter(|(_, other)| other.owner != attempt.owner)
+            {
                 let over = to.min(*until);
                 let both = (over - from) / MS;
-                let forced = [*other, attempt].into_iter().flat_map(|attempt| excuses(story, attempt, from, over));
-                let what = format!("lock {lock}: {} and {} were both sure for {both} ms", name(other), name(attempt));
+                let forced = [*other, attempt]
+                    .into_iter()
+                    .flat_map(|attempt| excuses(story, attempt, from, over));
+                let what = format!(
+                    "lock {lock}: {} and {} were both sure for {both} ms",
+                    name(other),
+                    name(attempt)
+                );
                 found.push(Violation::new(Rule::Exclusion, from, what).unless(forced.collect()));
             }
             open.push((to, attempt));
@@ -29,7 +39,7 @@ pub fn exclusion(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
-/// Whether the server has what its holders are sure of.
+/// Whether the server has what its owners are sure of.
 pub fn server(story: &Story, found: &mut Vec<Violation>) {
     for lock in 0..locks(story) {
         let mut sure = sure_of(story, lock).into_iter().peekable();
@@ -40,9 +50,15 @@ pub fn server(story: &Story, found: &mut Vec<Violation>) {
             }
             open.retain(|(to, _)| *to >= sample.to);
             for (_, attempt) in &open {
-                let own: Vec<_> =
-                    open.iter().map(|(_, other)| *other).filter(|other| other.owner == attempt.owner).collect();
-                let has = sample.held.iter().find(|key| key.lock == lock && key.owner == attempt.owner);
+                let own: Vec<_> = open
+                    .iter()
+                    .map(|(_, other)| *other)
+                    .filter(|other| other.owner == attempt.owner)
+                    .collect();
+                let has = sample
+                    .held
+                    .iter()
+                    .find(|key| key.lock == lock && key.owner == attempt.owner);
                 let expires = has.and_then(|key| Nanos::try_from(key.pttl).ok());
                 let expires = expires.map_or(Nanos::MAX, |pttl| sample.to + (pttl + ROUNDED) * MS);
                 let has = has.map_or(0, |key| key.count);
@@ -51,13 +67,25 @@ pub fn server(story: &Story, found: &mut Vec<Violation>) {
                 let forced = |attempt: &Attempt| excuses(story, attempt, sample.to, sample.from);
                 if let Some((_, until)) = said.filter(|(_, until)| *until > expires) {
                     let ms = (until - expires) / MS;
-                    let what = format!("lock {lock}: {} is sure for {ms} ms more than its lease lasts", name(attempt));
-                    found.push(Violation::new(Rule::Unfounded, sample.from, what).unless(forced(attempt)));
+                    let what = format!(
+                        "lock {lock}: {} is sure for {ms} ms more than its lease lasts",
+                        name(attempt)
+                    );
+                    found.push(
+                        Violation::new(Rule::Unfounded, sample.from, what).unless(forced(attempt)),
+                    );
                 }
                 let holds = own.len() as u64;
                 if has < holds {
-                    let what = format!("lock {lock}: {} is sure of {holds}, the server has {has}", name(attempt));
-                    let gone: Vec<_> = own.iter().map(|own| forced(own)).filter(|forced| !forced.is_empty()).collect();
+                    let what = format!(
+                        "lock {lock}: {} is sure of {holds}, the server has {has}",
+                        name(attempt)
+                    );
+                    let gone: Vec<_> = own
+                        .iter()
+                        .map(|own| forced(own))
+                        .filter(|forced| !forced.is_empty())
+                        .collect();
                     // The others have what the server has.
                     let enough = holds - gone.len() as u64 <= has;
                     let forced = gone.into_iter().flatten().filter(|_| enough).collect();
@@ -68,55 +96,79 @@ pub fn server(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
-/// Whether holders heard of their losses: by the time of a rival's grant, and by the end of their leases.
+/// Whether owners heard of their losses: by the time of a rival's grant, and by the end of their
+/// leases.
 pub fn told(story: &Story, found: &mut Vec<Violation>) {
     for lock in 0..locks(story) {
-        let mut grants: Vec<&Attempt> =
-            story.attempts.iter().filter(|attempt| attempt.lock == lock && attempt.granted.is_some()).collect();
+        let mut grants: Vec<&Attempt> = story
+            .attempts
+            .iter()
+            .filter(|attempt| attempt.lock == lock && attempt.granted.is_some())
+            .collect();
         grants.sort_by_key(|attempt| attempt.granted);
-        for (at, holder) in grants.iter().enumerate() {
-            let rival = grants[at..].iter().find(|rival| rival.owner != holder.owner && rival.sure().is_some());
-            if let (Some(rival), Some(_)) = (rival, holder.sure()) {
-                if let Some((by, forced)) = rival.granted.and_then(|granted| unheard(story, holder, granted)) {
-                    let what =
-                        format!("lock {lock}: {} did not hear that {} was granted it", name(holder), name(rival));
+        for (at, owner) in grants.iter().enumerate() {
+            let rival = grants[at..]
+                .iter()
+                .find(|rival| rival.owner != owner.owner && rival.sure().is_some());
+            if let (Some(rival), Some(_)) = (rival, owner.sure()) {
+                if let Some((by, forced)) = rival
+                    .granted
+                    .and_then(|granted| unheard(story, owner, granted))
+                {
+                    let what = format!(
+                        "lock {lock}: {} did not hear that {} was granted it",
+                        name(owner),
+                        name(rival)
+                    );
                     found.push(Violation::new(Rule::NotTold, by, what).unless(forced));
                 }
             }
-            if let Some((by, forced)) = unheard(story, holder, lease_over(story, holder)) {
-                let what = format!("lock {lock}: {} did not hear that its lease was over", name(holder));
+            if let Some((by, forced)) = unheard(story, owner, lease_over(story, owner)) {
+                let what = format!(
+                    "lock {lock}: {} did not hear that its lease was over",
+                    name(owner)
+                );
                 found.push(Violation::new(Rule::NotTold, by, what).unless(forced));
             }
         }
     }
 }
 
-/// When a holder that had lost the lock by that time, and ran, had to know and did not; and what may explain it.
-fn unheard(story: &Story, holder: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Excuse>)> {
+/// When a owner that had lost the lock by that time, and ran, had to know and did not; and what may
+/// explain it.
+fn unheard(story: &Story, owner: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Excuse>)> {
     let by = lost.saturating_add(TOLD);
-    let stood = |fault: &Fault| fault.kind.starts_with("worker") && fault.from < by && fault.to + TOLD > lost;
-    let gone = holder.giving.or(holder.ended.map(|(at, _)| at)).or(story.killed(holder.process));
-    let knew =
-        |by: Nanos| holder.lost.as_ref().is_some_and(|lost| lost.at <= by) || gone.is_some_and(|gone| gone <= by);
-    if knew(by) || story.faults_of(holder.process).any(stood) {
+    let stood = |fault: &Fault| {
+        fault.kind.starts_with("worker") && fault.from < by && fault.to + TOLD > lost
+    };
+    let gone = owner
+        .giving
+        .or(owner.ended.map(|(at, _)| at))
+        .or(story.killed(owner.process));
+    let knew = |by: Nanos| {
+        owner.lost.as_ref().is_some_and(|lost| lost.at <= by) || gone.is_some_and(|gone| gone <= by)
+    };
+    if knew(by) || story.faults_of(owner.process).any(stood) {
         return None;
     }
-    let dark = in_the_dark(story, holder).into_iter();
+    let dark = in_the_dark(story, owner).into_iter();
     let forced = dark.filter(|dark| lost >= dark.from && knew(dark.told_by.saturating_add(TOLD)));
     Some((by, forced.map(|dark| dark.excuse).collect()))
 }
 
-/// When a holder that has nothing more to say has no lease any more, neither by its own word nor by what was seen of the
-/// server. While nobody looks it may be renewed.
-fn lease_over(story: &Story, holder: &Attempt) -> Nanos {
-    let Some(granted) = holder.granted else { return Nanos::MAX };
+/// When a owner that has nothing more to say has no lease any more, neither by its own word nor by
+/// what was seen of the server. While nobody looks it may be renewed.
+fn lease_over(story: &Story, owner: &Attempt) -> Nanos {
+    let Some(granted) = owner.granted else {
+        return Nanos::MAX;
+    };
     let looks = &story.history.samples;
-    let own = |key: &&Key| key.lock == holder.lock && key.owner == holder.owner;
-    let mut over = holder.sure_until.max(granted + holder.lease);
+    let own = |key: &&Key| key.lock == owner.lock && key.owner == owner.owner;
+    let mut over = owner.sure_until.max(granted + owner.lease);
     let mut seen = granted;
     for look in &looks[looks.partition_point(|look| look.to < granted)..] {
         if look.to.saturating_sub(seen) > UNSEEN {
-            over = over.max(look.to + holder.lease);
+            over = over.max(look.to + owner.lease);
         }
         if look.from > over {
             break;
@@ -129,19 +181,27 @@ fn lease_over(story: &Story, holder: &Attempt) -> Nanos {
     over
 }
 
-/// Whether the futures of `run` were stopped. The step in which a rival's grant falls may have been begun before it;
-/// none is begun after it, however late the process gets to it, because the clock is asked before each.
+/// Whether the futures of `run` were stopped. The step in which a rival's grant falls may have been
+/// begun before it; none is begun after it, however late the process gets to it, because the clock
+/// is asked before each.
 pub fn stopped(story: &Story, found: &mut Vec<Violation>) {
     for lock in 0..locks(story) {
         let grants = sure_of(story, lock);
-        for run in story.attempts.iter().filter(|attempt| attempt.lock == lock && attempt.steps.len() > 1) {
+        for run in story
+            .attempts
+            .iter()
+            .filter(|attempt| attempt.lock == lock && attempt.steps.len() > 1)
+        {
             let Some(granted) = run.granted else { continue };
             let mut later = grants[grants.partition_point(|(from, ..)| *from <= granted)..].iter();
-            let Some((taken, _, rival)) = later.find(|(.., other)| other.owner != run.owner) else { continue };
+            let Some((taken, _, rival)) = later.find(|(.., other)| other.owner != run.owner) else {
+                continue;
+            };
             if let Some(at) = run.steps.iter().filter(|step| *step >= taken).nth(1) {
                 let forced = excuses(story, run, *taken, *run.steps.last().unwrap_or(at));
                 let (run, rival, ms) = (name(run), name(rival), (at - taken) / MS);
-                let what = format!("lock {lock}: {run} went on {ms} ms after {rival} was granted it");
+                let what =
+                    format!("lock {lock}: {run} went on {ms} ms after {rival} was granted it");
                 found.push(Violation::new(Rule::NotStopped, *at, what).unless(forced));
             }
         }
@@ -156,7 +216,9 @@ pub fn register(story: &Story, found: &mut Vec<Violation>) {
         for attempt in story.attempts.iter().filter(|attempt| attempt.lock == lock) {
             for section in &attempt.sections {
                 match section.ended {
-                    Some((ended, _, true)) if !excuses(story, attempt, ended, section.began).is_empty() => {
+                    Some((ended, _, true))
+                        if !excuses(story, attempt, ended, section.began).is_empty() =>
+                    {
                         unsure.push((section.began, ended));
                     }
                     Some((ended, read, true)) => proven.push((section.began, ended, read, attempt)),
@@ -172,14 +234,18 @@ pub fn register(story: &Story, found: &mut Vec<Violation>) {
         let mut unsure = unsure.into_iter().peekable();
         let mut may_write_until = 0;
         for pair in proven.windows(2) {
-            let [(began, _, before, first), (_, ended, read, second)] = pair else { continue };
+            let [(began, _, before, first), (_, ended, read, second)] = pair else {
+                continue;
+            };
             while let Some((_, until)) = unsure.next_if(|(from, _)| from <= ended) {
                 may_write_until = may_write_until.max(until);
             }
             if may_write_until < *began && *read != before + 1 {
                 let (first, second) = (name(first), name(second));
                 let wrote = before + 1;
-                let what = format!("lock {lock}: {first} wrote {wrote}, and {second} after it read {read}");
+                let what = format!(
+                    "lock {lock}: {first} wrote {wrote}, and {second} after it read {read}"
+                );
                 found.push(Violation::new(Rule::LostUpdate, *ended, what));
             }
         }
@@ -189,7 +255,9 @@ pub fn register(story: &Story, found: &mut Vec<Violation>) {
 /// The sure times of one lock, in the order of their beginnings.
 fn sure_of<'s>(story: &'s Story, lock: usize) -> Vec<(Nanos, Nanos, &'s Attempt)> {
     let of = story.attempts.iter().filter(|attempt| attempt.lock == lock);
-    let mut sure: Vec<_> = of.filter_map(|attempt| attempt.sure().map(|(from, to)| (from, to, attempt))).collect();
+    let mut sure: Vec<_> = of
+        .filter_map(|attempt| attempt.sure().map(|(from, to)| (from, to, attempt)))
+        .collect();
     sure.sort_by_key(|(from, ..)| *from);
     sure
 }

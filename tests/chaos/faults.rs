@@ -42,7 +42,12 @@ pub struct Incarnation {
 impl Stage {
     /// Does what was planned, and writes it down.
     pub async fn act(&self, planned: Planned) {
-        let Planned { lasts, kind, slot: index, .. } = planned;
+        let Planned {
+            lasts,
+            kind,
+            slot: index,
+            ..
+        } = planned;
         if kind.is_servers() {
             let mut server = self.server.lock().await;
             let from = now();
@@ -56,7 +61,9 @@ impl Stage {
         match kind {
             Kind::StopWorker => {
                 let incarnation = slot.worker.lock().await;
-                let Some(worker) = &incarnation.worker else { return };
+                let Some(worker) = &incarnation.worker else {
+                    return;
+                };
                 let from = now();
                 let _guard = KilledWithUs::new(worker);
                 worker.pause();
@@ -66,12 +73,19 @@ impl Stage {
             }
             Kind::KillWorker => {
                 let mut incarnation = slot.worker.lock().await;
-                let Some(worker) = incarnation.worker.take() else { return };
+                let Some(worker) = incarnation.worker.take() else {
+                    return;
+                };
                 let from = now();
                 worker.kill();
-                self.records.killed.lock().unwrap().push((process_of(slot.number, incarnation.number), now()));
+                self.records
+                    .killed
+                    .lock()
+                    .unwrap()
+                    .push((process_of(slot.number, incarnation.number), now()));
                 incarnation.number += 1;
-                incarnation.worker = Some((slot.start)(process_of(slot.number, incarnation.number)));
+                incarnation.worker =
+                    Some((slot.start)(process_of(slot.number, incarnation.number)));
                 self.record(from, kind, Some(slot.number), true);
             }
             _ => {
@@ -85,7 +99,9 @@ impl Stage {
                     Kind::Delay(ms) => proxy.set(Way::Both, Flow::Delay(Duration::from_millis(ms))),
                     Kind::SwallowReply(call) => proxy.next_reply_to(&[call], Fate::Swallow),
                     Kind::CloseOnReply(call) => proxy.next_reply_to(&[call], Fate::Close),
-                    Kind::CutReply(bytes) => proxy.next_reply_to(&["EVALSHA"], Fate::CloseAt(bytes)),
+                    Kind::CutReply(bytes) => {
+                        proxy.next_reply_to(&["EVALSHA"], Fate::CloseAt(bytes))
+                    }
                     Kind::Stall => proxy.stall(),
                     _ => proxy.close_now(),
                 }
@@ -103,19 +119,32 @@ impl Stage {
         if kind.is_control() {
             return;
         }
-        let fault = Fault { from, to: now(), kind: kind.name().into(), slot, met };
+        let fault = Fault {
+            from,
+            to: now(),
+            kind: kind.name().into(),
+            slot,
+            met,
+        };
         self.records.faults.lock().unwrap().push(fault);
     }
 }
 
-/// Kills a worker that stands still should this process end meanwhile: it could not notice that by itself.
+/// Kills a worker that stands still should this process end meanwhile: it could not notice that by
+/// itself.
 struct KilledWithUs(Child);
 
 impl KilledWithUs {
     fn new(worker: &Worker) -> Self {
         let mut command = Command::new("sh");
-        command.arg("-c").arg(r#"trap '' INT TERM HUP; read _; kill -KILL "$0""#).arg(worker.pid().to_string());
-        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+            .arg("-c")
+            .arg(r#"trap '' INT TERM HUP; read _; kill -KILL "$0""#)
+            .arg(worker.pid().to_string());
+        command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
         Self(command.spawn().expect("sh starts"))
     }
 }

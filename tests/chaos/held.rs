@@ -51,9 +51,13 @@ impl Held {
     /// Asks for how long it is sure.
     pub fn sure(&self) -> bool {
         let at = now();
-        let remaining = self.guard.as_ref().map_or(0, |guard| guard.remaining_lease().as_nanos() as Nanos);
+        let remaining = self
+            .guard
+            .as_ref()
+            .map_or(0, |guard| guard.remaining_lease().as_nanos() as Nanos);
         if remaining > 0 {
-            self.recorder.record(at, self.attempt, Event::Sure { remaining });
+            self.recorder
+                .record(at, self.attempt, Event::Sure { remaining });
         }
         remaining > 0
     }
@@ -61,7 +65,8 @@ impl Held {
     /// Writes down that it is about to be given back, and hands out the guard for that.
     pub fn giving(&mut self, how: &str) -> Option<LockGuard> {
         self.watch.abort();
-        self.recorder.record(now(), self.attempt, Event::Giving { how: how.into() });
+        self.recorder
+            .record(now(), self.attempt, Event::Giving { how: how.into() });
         self.guard.take()
     }
 }
@@ -77,17 +82,30 @@ impl Drop for Held {
 /// What an acquire's error says of what is left on the server.
 pub fn refused(error: &Error) -> Event {
     match error {
-        Error::Contended { .. } => Event::Failed { why: "contended".into() },
-        Error::Unknown { .. } => Event::Unknown { why: error.to_string() },
+        Error::Contended { .. } => Event::Failed {
+            why: "contended".into(),
+        },
+        Error::Unknown { .. } => Event::Unknown {
+            why: error.to_string(),
+        },
         // The grant came too late, and is being taken back.
-        Error::Lost { .. } => Event::TakenBack { why: error.to_string() },
-        error => Event::Failed { why: error.to_string() },
+        Error::Lost { .. } => Event::TakenBack {
+            why: error.to_string(),
+        },
+        error => Event::Failed {
+            why: error.to_string(),
+        },
     }
 }
 
 /// The future's output, unless its caller goes away before: after so many polls or so much time.
-pub async fn unless_leaving<F: Future>(leaves: Option<(usize, Duration)>, future: F) -> Option<F::Output> {
-    let Some((mut polls, time)) = leaves else { return Some(future.await) };
+pub async fn unless_leaving<F: Future>(
+    leaves: Option<(usize, Duration)>,
+    future: F,
+) -> Option<F::Output> {
+    let Some((mut polls, time)) = leaves else {
+        return Some(future.await);
+    };
     let mut future = pin!(future);
     let limited = std::future::poll_fn(|cx| {
         if polls == 0 {

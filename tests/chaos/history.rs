@@ -1,8 +1,10 @@
-//! What happened in a run: events with their times on a clock that all processes of the machine share.
+//! What happened in a run: events with their times on a clock that all processes of the machine
+//! share.
 //!
-//! Each process appends its events to a file of its own, one line each, in one write: a process that is killed loses
-//! nothing that it has said. What an operation brings is written after it, that it begins before it. A time is always
-//! taken *before* the library is asked whether a lock is held, so that the answer is about that time or a later one.
+//! Each process appends its events to a file of its own, one line each, in one write: a process
+//! that is killed loses nothing that it has said. What an operation brings is written after it,
+//! that it begins before it. A time is always taken *before* the library is asked whether a lock is
+//! held, so that the answer is about that time or a later one.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
@@ -37,20 +39,27 @@ pub fn seconds(at: Nanos) -> String {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// An acquire begins. Whose it would be is known before.
-    Invoked { lock: usize, owner: String, how: String, lease: Nanos, renewed: bool },
+    Invoked {
+        lock: usize,
+        owner: String,
+        how: String,
+        lease: Nanos,
+        renewed: bool,
+    },
     /// It holds the lock, and does so for that much longer (0: no word on that).
     Granted { remaining: Nanos },
     /// The acquire has ended, and it is certain that it left nothing on the server.
     Failed { why: String },
     /// The acquire has ended; it may have left something, which the background gives back.
     Unknown { why: String },
-    /// What was granted, or what a `run` had, was lost before its end; the background gives back what is there of it.
+    /// What was granted, or what a `run` had, was lost before its end; the background gives back
+    /// what is there of it.
     TakenBack { why: String },
     /// The caller went away.
     Cancelled,
     /// The lock is not lost, and will not be for that much longer.
     Sure { remaining: Nanos },
-    /// The holder was told of a loss.
+    /// The owner was told of a loss.
     Lost { reason: String },
     /// The hold is about to be given back.
     Giving { how: String },
@@ -70,7 +79,8 @@ pub enum Event {
     Forced { outcome: String },
     /// Something panicked in the process.
     Panicked { why: String },
-    /// The process has finished all its operations, and has that many tasks more than before it made its client.
+    /// The process has finished all its operations, and has that many tasks more than before it
+    /// made its client.
     Ended { tasks: u64, shutdown: String },
 }
 
@@ -142,8 +152,16 @@ pub struct Recorder {
 
 impl Recorder {
     pub fn open(path: &Path, process: u64) -> Self {
-        let file = File::options().create(true).append(true).open(path).expect("a file for the history");
-        Self { file, process, attempts: AtomicU64::new(1) }
+        let file = File::options()
+            .create(true)
+            .append(true)
+            .open(path)
+            .expect("a file for the history");
+        Self {
+            file,
+            process,
+            attempts: AtomicU64::new(1),
+        }
     }
 
     /// A number for a new attempt.
@@ -153,18 +171,34 @@ impl Recorder {
 
     /// Writes down what happened at that time.
     pub fn record(&self, at: Nanos, attempt: u64, event: Event) {
-        let mut line = Line { at, process: self.process, attempt, event }.to_json().to_string();
+        let mut line = Line {
+            at,
+            process: self.process,
+            attempt,
+            event,
+        }
+        .to_json()
+        .to_string();
         line.push('\n');
-        (&self.file).write_all(line.as_bytes()).expect("a line of the history");
+        (&self.file)
+            .write_all(line.as_bytes())
+            .expect("a line of the history");
     }
 }
 
 impl Line {
     fn to_json(&self) -> Value {
         let (name, mut fields) = match &self.event {
-            Event::Invoked { lock, owner, how, lease, renewed } => {
-                ("invoked", json!({ "lock": lock, "owner": owner, "how": how, "lease": lease, "renewed": renewed }))
-            }
+            Event::Invoked {
+                lock,
+                owner,
+                how,
+                lease,
+                renewed,
+            } => (
+                "invoked",
+                json!({ "lock": lock, "owner": owner, "how": how, "lease": lease, "renewed": renewed }),
+            ),
             Event::Granted { remaining } => ("granted", json!({ "remaining": remaining })),
             Event::Failed { why } => ("failed", json!({ "why": why })),
             Event::Unknown { why } => ("unknown", json!({ "why": why })),
@@ -174,14 +208,20 @@ impl Line {
             Event::Lost { reason } => ("lost", json!({ "why": reason })),
             Event::Giving { how } => ("giving", json!({ "how": how })),
             Event::Gave { outcome } => ("gave", json!({ "why": outcome })),
-            Event::Count { expected, found } => ("count", json!({ "expected": expected, "found": found })),
+            Event::Count { expected, found } => {
+                ("count", json!({ "expected": expected, "found": found }))
+            }
             Event::SectionBegan => ("section", json!({})),
-            Event::SectionEnded { read, proven } => ("section ended", json!({ "read": read, "proven": proven })),
+            Event::SectionEnded { read, proven } => {
+                ("section ended", json!({ "read": read, "proven": proven }))
+            }
             Event::Worked => ("worked", json!({})),
             Event::Forcing { lock } => ("forcing", json!({ "lock": lock })),
             Event::Forced { outcome } => ("forced", json!({ "why": outcome })),
             Event::Panicked { why } => ("panicked", json!({ "why": why })),
-            Event::Ended { tasks, shutdown } => ("ended", json!({ "tasks": tasks, "why": shutdown })),
+            Event::Ended { tasks, shutdown } => {
+                ("ended", json!({ "tasks": tasks, "why": shutdown }))
+            }
         };
         fields["at"] = self.at.into();
         fields["process"] = self.process.into();
@@ -203,26 +243,52 @@ impl Line {
                 lease: number("lease")?,
                 renewed: value["renewed"].as_bool()?,
             },
-            "granted" => Event::Granted { remaining: number("remaining")? },
+            "granted" => Event::Granted {
+                remaining: number("remaining")?,
+            },
             "failed" => Event::Failed { why: word("why")? },
             "unknown" => Event::Unknown { why: word("why")? },
             "taken back" => Event::TakenBack { why: word("why")? },
             "cancelled" => Event::Cancelled,
-            "sure" => Event::Sure { remaining: number("remaining")? },
-            "lost" => Event::Lost { reason: word("why")? },
+            "sure" => Event::Sure {
+                remaining: number("remaining")?,
+            },
+            "lost" => Event::Lost {
+                reason: word("why")?,
+            },
             "giving" => Event::Giving { how: word("how")? },
-            "gave" => Event::Gave { outcome: word("why")? },
-            "count" => Event::Count { expected: number("expected")?, found: number("found")? },
+            "gave" => Event::Gave {
+                outcome: word("why")?,
+            },
+            "count" => Event::Count {
+                expected: number("expected")?,
+                found: number("found")?,
+            },
             "section" => Event::SectionBegan,
-            "section ended" => Event::SectionEnded { read: number("read")?, proven: value["proven"].as_bool()? },
+            "section ended" => Event::SectionEnded {
+                read: number("read")?,
+                proven: value["proven"].as_bool()?,
+            },
             "worked" => Event::Worked,
-            "forcing" => Event::Forcing { lock: number("lock")? as usize },
-            "forced" => Event::Forced { outcome: word("why")? },
+            "forcing" => Event::Forcing {
+                lock: number("lock")? as usize,
+            },
+            "forced" => Event::Forced {
+                outcome: word("why")?,
+            },
             "panicked" => Event::Panicked { why: word("why")? },
-            "ended" => Event::Ended { tasks: number("tasks")?, shutdown: word("why")? },
+            "ended" => Event::Ended {
+                tasks: number("tasks")?,
+                shutdown: word("why")?,
+            },
             _ => return None,
         };
-        Some(Self { at: number("at")?, process: number("process")?, attempt: number("attempt")?, event })
+        Some(Self {
+            at: number("at")?,
+            process: number("process")?,
+            attempt: number("attempt")?,
+            event,
+        })
     }
 }
 
@@ -239,29 +305,52 @@ impl History {
     pub fn since(mut self, begun: Nanos) -> Self {
         let since = |at: &mut Nanos| *at = at.saturating_sub(begun);
         self.lines.iter_mut().for_each(|line| since(&mut line.at));
-        self.faults.iter_mut().flat_map(|fault| [&mut fault.from, &mut fault.to]).for_each(since);
-        self.samples.iter_mut().flat_map(|sample| [&mut sample.from, &mut sample.to]).for_each(since);
+        self.faults
+            .iter_mut()
+            .flat_map(|fault| [&mut fault.from, &mut fault.to])
+            .for_each(since);
+        self.samples
+            .iter_mut()
+            .flat_map(|sample| [&mut sample.from, &mut sample.to])
+            .for_each(since);
         self.killed.iter_mut().for_each(|(_, at)| since(at));
         self
     }
 
     /// Writes everything into one file.
     pub fn write(&self, path: &Path) -> io::Result<()> {
-        let mut all: Vec<(Nanos, Value)> = self.lines.iter().map(|line| (line.at, line.to_json())).collect();
+        let mut all: Vec<(Nanos, Value)> = self
+            .lines
+            .iter()
+            .map(|line| (line.at, line.to_json()))
+            .collect();
         all.extend(self.faults.iter().map(|fault| {
             let Fault { from, to, kind, slot, met } = fault;
             (*from, json!({ "at": from, "to": to, "event": "fault", "kind": kind, "slot": slot, "met": met }))
         }));
         all.extend(self.samples.iter().map(|sample| {
-            let held = sample.held.iter().map(|key| json!([key.lock, key.owner, key.count, key.pttl]));
+            let held = sample
+                .held
+                .iter()
+                .map(|key| json!([key.lock, key.owner, key.count, key.pttl]));
             let held: Vec<_> = held.collect();
-            (sample.from, json!({ "at": sample.from, "to": sample.to, "event": "server", "held": held }))
+            (
+                sample.from,
+                json!({ "at": sample.from, "to": sample.to, "event": "server", "held": held }),
+            )
         }));
-        all.extend(
-            self.killed.iter().map(|(process, at)| (*at, json!({ "at": at, "event": "killed", "process": process }))),
-        );
+        all.extend(self.killed.iter().map(|(process, at)| {
+            (
+                *at,
+                json!({ "at": at, "event": "killed", "process": process }),
+            )
+        }));
         all.sort_by_key(|(at, _)| *at);
-        all.extend(self.left.iter().map(|left| (Nanos::MAX, json!({ "event": "left", "why": left }))));
+        all.extend(
+            self.left
+                .iter()
+                .map(|left| (Nanos::MAX, json!({ "event": "left", "why": left }))),
+        );
         let mut file = io::BufWriter::new(File::create_new(path)?);
         for (_, value) in all {
             writeln!(file, "{value}")?;
@@ -279,8 +368,12 @@ impl History {
                 Some("fault") => history.faults.push(fault(&value).ok_or_else(wrong)?),
                 Some("server") => history.samples.push(sample(&value).ok_or_else(wrong)?),
                 Some("killed") => history.killed.push(killed(&value).ok_or_else(wrong)?),
-                Some("left") => history.left.push(value["why"].as_str().ok_or_else(wrong)?.to_owned()),
-                _ => history.lines.push(Line::from_json(&line).ok_or_else(wrong)?),
+                Some("left") => history
+                    .left
+                    .push(value["why"].as_str().ok_or_else(wrong)?.to_owned()),
+                _ => history
+                    .lines
+                    .push(Line::from_json(&line).ok_or_else(wrong)?),
             }
         }
         Ok(history)
@@ -300,10 +393,23 @@ fn fault(value: &Value) -> Option<Fault> {
 fn sample(value: &Value) -> Option<Sample> {
     let key = |key: &Value| {
         let (lock, owner) = (key[0].as_u64()? as usize, key[1].as_str()?.to_owned());
-        Some(Key { lock, owner, count: key[2].as_u64()?, pttl: key[3].as_i64()? })
+        Some(Key {
+            lock,
+            owner,
+            count: key[2].as_u64()?,
+            pttl: key[3].as_i64()?,
+        })
     };
-    let held = value["held"].as_array()?.iter().map(key).collect::<Option<_>>()?;
-    Some(Sample { from: value["at"].as_u64()?, to: value["to"].as_u64()?, held })
+    let held = value["held"]
+        .as_array()?
+        .iter()
+        .map(key)
+        .collect::<Option<_>>()?;
+    Some(Sample {
+        from: value["at"].as_u64()?,
+        to: value["to"].as_u64()?,
+        held,
+    })
 }
 
 fn killed(value: &Value) -> Option<(u64, Nanos)> {
@@ -315,24 +421,53 @@ fn what_is_written_is_read_again() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("history");
     let events = [
-        Event::Invoked { lock: 1, owner: "a:1".into(), how: "lock".into(), lease: 5, renewed: true },
+        Event::Invoked {
+            lock: 1,
+            owner: "a:1".into(),
+            how: "lock".into(),
+            lease: 5,
+            renewed: true,
+        },
         Event::Granted { remaining: 4 },
-        Event::Failed { why: "contended".into() },
-        Event::Unknown { why: "no \"answer\"".into() },
-        Event::TakenBack { why: "expired".into() },
+        Event::Failed {
+            why: "contended".into(),
+        },
+        Event::Unknown {
+            why: "no \"answer\"".into(),
+        },
+        Event::TakenBack {
+            why: "expired".into(),
+        },
         Event::Cancelled,
         Event::Sure { remaining: 3 },
-        Event::Lost { reason: "expired".into() },
+        Event::Lost {
+            reason: "expired".into(),
+        },
         Event::Giving { how: "drop".into() },
-        Event::Gave { outcome: "ok".into() },
-        Event::Count { expected: 2, found: 1 },
+        Event::Gave {
+            outcome: "ok".into(),
+        },
+        Event::Count {
+            expected: 2,
+            found: 1,
+        },
         Event::SectionBegan,
-        Event::SectionEnded { read: 7, proven: true },
+        Event::SectionEnded {
+            read: 7,
+            proven: true,
+        },
         Event::Worked,
         Event::Forcing { lock: 1 },
-        Event::Forced { outcome: "freed".into() },
-        Event::Panicked { why: "at a line".into() },
-        Event::Ended { tasks: 0, shutdown: "ok".into() },
+        Event::Forced {
+            outcome: "freed".into(),
+        },
+        Event::Panicked {
+            why: "at a line".into(),
+        },
+        Event::Ended {
+            tasks: 0,
+            shutdown: "ok".into(),
+        },
     ];
     let recorder = Recorder::open(&path, 102);
     let attempt = recorder.attempt();
@@ -343,23 +478,65 @@ fn what_is_written_is_read_again() {
     (&recorder.file).write_all(b"{\"at\":1").unwrap();
     let mut history = History::default();
     history.read(&path).unwrap();
-    let read: Vec<_> = history.lines.iter().map(|line| line.event.clone()).collect();
+    let read: Vec<_> = history
+        .lines
+        .iter()
+        .map(|line| line.event.clone())
+        .collect();
     assert_eq!(read, events);
-    assert!(history.lines.iter().all(|line| line.process == 102 && line.attempt == attempt));
+    assert!(
+        history
+            .lines
+            .iter()
+            .all(|line| line.process == 102 && line.attempt == attempt)
+    );
 }
 
 #[test]
 fn a_history_that_is_left_is_whole() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("history");
-    let key = Key { lock: 2, owner: "a:1".into(), count: 3, pttl: -1 };
+    let key = Key {
+        lock: 2,
+        owner: "a:1".into(),
+        count: 3,
+        pttl: -1,
+    };
     let history = History {
-        lines: vec![Line { at: 5, process: 102, attempt: 1, event: Event::Granted { remaining: 4 } }],
+        lines: vec![Line {
+            at: 5,
+            process: 102,
+            attempt: 1,
+            event: Event::Granted { remaining: 4 },
+        }],
         faults: vec![
-            Fault { from: 1, to: 2, kind: NO_PUBLISH.into(), slot: Some(2), met: true },
-            Fault { from: 3, to: 4, kind: "CLIENT PAUSE".into(), slot: None, met: false },
+            Fault {
+                from: 1,
+                to: 2,
+                kind: NO_PUBLISH.into(),
+                slot: Some(2),
+                met: true,
+            },
+            Fault {
+                from: 3,
+                to: 4,
+                kind: "CLIENT PAUSE".into(),
+                slot: None,
+                met: false,
+            },
         ],
-        samples: vec![Sample { from: 6, to: 7, held: Vec::new() }, Sample { from: 8, to: 9, held: vec![key] }],
+        samples: vec![
+            Sample {
+                from: 6,
+                to: 7,
+                held: Vec::new(),
+            },
+            Sample {
+                from: 8,
+                to: 9,
+                held: vec![key],
+            },
+        ],
         killed: vec![(102, 10)],
         left: vec!["a \"key\"".into()],
     };

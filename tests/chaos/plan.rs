@@ -1,9 +1,10 @@
 //! The schedule of a run's faults, which the seed and the seconds determine.
 //!
-//! None of them may break exclusion. A server that stands still, or is down and comes back with its data, lets
-//! leases run out as if it had been there, and holders are told by their own clocks. What a client sent on a connection
-//! that it has given up may arrive late: the client has the server close that connection first. A process that is
-//! killed leaves its leases behind, and so does one that may not run scripts. A server that is busy or full refuses.
+//! None of them may break exclusion. A server that stands still, or is down and comes back with its
+//! data, lets leases run out as if it had been there, and owners are told by their own clocks. What
+//! a client sent on a connection that it has given up may arrive late: the client has the server
+//! close that connection first. A process that is killed leaves its leases behind, and so does one
+//! that may not run scripts. A server that is busy or full refuses.
 //!
 //! The [controls](Kind::is_control) must break it, or the judge is blind.
 
@@ -12,7 +13,8 @@ use rand::{Rng, SeedableRng};
 
 use super::history::{NO_CHANNEL, NO_PUBLISH, NO_SCRIPTS};
 
-/// For how long each storm lasts, and the calm after it, in which what is left has to settle and waiters to wake.
+/// For how long each storm lasts, and the calm after it, in which what is left has to settle and
+/// waiters to wake.
 const STORM: u64 = 10_000;
 const CALM: u64 = 5_000;
 
@@ -92,14 +94,25 @@ impl Kind {
     /// Whether it needs the server for itself.
     pub fn is_servers(self) -> bool {
         use Kind::*;
-        matches!(self, KillClients(_) | PauseClients(_) | FlushScripts | StopServer | RestartServer | Busy | FullMemory)
-            || matches!(self, TakeRight(..))
+        matches!(
+            self,
+            KillClients(_)
+                | PauseClients(_)
+                | FlushScripts
+                | StopServer
+                | RestartServer
+                | Busy
+                | FullMemory
+        ) || matches!(self, TakeRight(..))
             || self.is_control()
     }
 
     /// Whether the judge has to find something after it. He is not told of such a fault.
     pub fn is_control(self) -> bool {
-        matches!(self, Kind::ForgetData | Kind::DeleteKeys | Kind::FreeInSilence)
+        matches!(
+            self,
+            Kind::ForgetData | Kind::DeleteKeys | Kind::FreeInSilence
+        )
     }
 }
 
@@ -118,17 +131,34 @@ pub fn plan(seed: u64, seconds: u64, slots: usize) -> Vec<Planned> {
             return planned;
         }
         let (kind, longest) = any(&mut random);
-        // Half of them are over before a lease is; of the others many outlast the patience of a call.
-        let longest = if random.random_bool(0.5) { longest / 4 } else { longest };
+        // Half of them are over before a lease is; of the others many outlast the patience of a
+        // call.
+        let longest = if random.random_bool(0.5) {
+            longest / 4
+        } else {
+            longest
+        };
         let over = (at / (STORM + CALM) * (STORM + CALM) + STORM).min(last);
         let lasts = random.random_range(longest / 20..=longest).min(over - at);
-        planned.push(Planned { at, lasts, kind, slot: random.random_range(0..slots) });
+        planned.push(Planned {
+            at,
+            lasts,
+            kind,
+            slot: random.random_range(0..slots),
+        });
     }
 }
 
 /// A fault, and how long it lasts at most.
 fn any(random: &mut StdRng) -> (Kind, u64) {
-    let call = ["EVALSHA", "EVALSHA", "EVALSHA", "PING", "CLIENT", "SUBSCRIBE"][random.random_range(0..6)];
+    let call = [
+        "EVALSHA",
+        "EVALSHA",
+        "EVALSHA",
+        "PING",
+        "CLIENT",
+        "SUBSCRIBE",
+    ][random.random_range(0..6)];
     let rights: [(_, &[_]); 4] = [
         (NO_CHANNEL, &["resetchannels"]),
         (NO_PUBLISH, &["-publish"]),
@@ -168,6 +198,10 @@ fn a_seed_determines_the_faults() {
     assert_ne!(planned, plan(8, 60, 6));
     assert!(planned.len() > 50, "{}", planned.len());
     for Planned { at, lasts, .. } in planned {
-        assert!(at % (STORM + CALM) <= STORM && (at + lasts) % (STORM + CALM) <= STORM && at + lasts <= 55_000);
+        assert!(
+            at % (STORM + CALM) <= STORM
+                && (at + lasts) % (STORM + CALM) <= STORM
+                && at + lasts <= 55_000
+        );
     }
 }

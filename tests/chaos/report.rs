@@ -28,12 +28,22 @@ pub struct Shown {
 
 impl Shown {
     /// How often it has to be in a minute, or the run has shown nothing.
-    const A_MINUTE: Self = Self { grants: 300, unknown: 6, sections: 60, looks: 600 };
+    const A_MINUTE: Self = Self {
+        grants: 300,
+        unknown: 6,
+        sections: 60,
+        looks: 600,
+    };
 
-    /// What there was too little of in that many seconds. Of a short run only grants are demanded: faults may take up
-    /// most of it.
+    /// What there was too little of in that many seconds. Of a short run only grants are demanded:
+    /// faults may take up most of it.
     pub fn too_few(self, seconds: u64) -> Vec<String> {
-        let Self { grants, unknown, sections, looks } = Self::A_MINUTE;
+        let Self {
+            grants,
+            unknown,
+            sections,
+            looks,
+        } = Self::A_MINUTE;
         let rows = [
             ("grants", self.grants, grants),
             ("unknown outcomes", self.unknown, unknown),
@@ -41,39 +51,82 @@ impl Shown {
             ("looks at the server", self.looks, looks),
         ];
         let asked = if seconds < 60 { 1 } else { rows.len() };
-        let few = rows.into_iter().take(asked).filter(|(_, is, minute)| is * 60 < minute * seconds as usize);
-        few.map(|(name, is, minute)| format!("only {is} {name} in {seconds} s, and {minute} a minute are demanded"))
-            .collect()
+        let few = rows
+            .into_iter()
+            .take(asked)
+            .filter(|(_, is, minute)| is * 60 < minute * seconds as usize);
+        few.map(|(name, is, minute)| {
+            format!("only {is} {name} in {seconds} s, and {minute} a minute are demanded")
+        })
+        .collect()
     }
 }
 
 impl Figures {
     pub fn new(seed: u64, seconds: u64, verdict: &Verdict) -> Self {
-        let Verdict { history, violations, .. } = verdict;
+        let Verdict {
+            history,
+            violations,
+            ..
+        } = verdict;
         let story = Story::new(history);
-        let count = |wanted: fn(&Event) -> bool| history.lines.iter().filter(|line| wanted(&line.event)).count();
+        let count = |wanted: fn(&Event) -> bool| {
+            history
+                .lines
+                .iter()
+                .filter(|line| wanted(&line.event))
+                .count()
+        };
         let grants = count(|event| matches!(event, Event::Granted { .. }));
-        let processes = story.attempts.iter().map(|attempt| attempt.process).collect::<HashSet<_>>();
+        let processes = story
+            .attempts
+            .iter()
+            .map(|attempt| attempt.process)
+            .collect::<HashSet<_>>();
         let mut rows = Vec::new();
         let mut row = |name: &str, value: String| rows.push((name.to_owned(), value));
         row("seed", seed.to_string());
         row("seconds", seconds.to_string());
-        row("processes", format!("{} ({} killed)", processes.len(), history.killed.len()));
+        row(
+            "processes",
+            format!("{} ({} killed)", processes.len(), history.killed.len()),
+        );
         row("grants", grants.to_string());
         row("grants/s", (grants as u64 / seconds.max(1)).to_string());
         row("re-entries", reentries(&story).to_string());
-        row("callers that left", count(|event| matches!(event, Event::Cancelled)).to_string());
-        let forced = count(|event| matches!(event, Event::Forced { outcome } if outcome == "freed"));
+        row(
+            "callers that left",
+            count(|event| matches!(event, Event::Cancelled)).to_string(),
+        );
+        let forced =
+            count(|event| matches!(event, Event::Forced { outcome } if outcome == "freed"));
         row("locks freed by force", forced.to_string());
-        row("losses told", story.attempts.iter().filter(|attempt| attempt.lost.is_some()).count().to_string());
-        let by_server = |attempt: &&Attempt| attempt.lost.as_ref().is_some_and(|lost| !lost.expired);
-        row("of them by the server's word", story.attempts.iter().filter(by_server).count().to_string());
+        row(
+            "losses told",
+            story
+                .attempts
+                .iter()
+                .filter(|attempt| attempt.lost.is_some())
+                .count()
+                .to_string(),
+        );
+        let by_server =
+            |attempt: &&Attempt| attempt.lost.as_ref().is_some_and(|lost| !lost.expired);
+        row(
+            "of them by the server's word",
+            story.attempts.iter().filter(by_server).count().to_string(),
+        );
         let acquires = count(|event| matches!(event, Event::Unknown { .. }));
-        let unlocks = count(|event| matches!(event, Event::Gave { outcome } if outcome == "unknown"));
-        let forces = count(|event| matches!(event, Event::Forced { outcome } if outcome == "unknown"));
+        let unlocks =
+            count(|event| matches!(event, Event::Gave { outcome } if outcome == "unknown"));
+        let forces =
+            count(|event| matches!(event, Event::Forced { outcome } if outcome == "unknown"));
         let unknown = acquires + unlocks + forces;
         row("unknown outcomes", unknown.to_string());
-        row("of acquires, unlocks, by force", format!("{acquires}, {unlocks}, {forces}"));
+        row(
+            "of acquires, unlocks, by force",
+            format!("{acquires}, {unlocks}, {forces}"),
+        );
         let sections = count(|event| matches!(event, Event::SectionEnded { proven: true, .. }));
         let looks = history.samples.len();
         row("guarded sections", sections.to_string());
@@ -82,7 +135,15 @@ impl Figures {
             row(&kind, number.to_string());
         }
         row("violations", violations.len().to_string());
-        Self { shown: Shown { grants, unknown, sections, looks }, rows }
+        Self {
+            shown: Shown {
+                grants,
+                unknown,
+                sections,
+                looks,
+            },
+            rows,
+        }
     }
 
     pub fn print(&self, seed: u64, seconds: u64) {
@@ -100,7 +161,9 @@ fn kinds(history: &History) -> BTreeMap<String, usize> {
     let mut kinds = BTreeMap::new();
     for fault in &history.faults {
         let met = if fault.met { "" } else { ": met nothing" };
-        *kinds.entry(format!("fault: {}{met}", fault.kind)).or_default() += 1;
+        *kinds
+            .entry(format!("fault: {}{met}", fault.kind))
+            .or_default() += 1;
     }
     kinds
 }
@@ -108,12 +171,21 @@ fn kinds(history: &History) -> BTreeMap<String, usize> {
 /// Grants to an owner that had the lock already.
 fn reentries(story: &Story) -> usize {
     let mut held_until: HashMap<(usize, &str), Nanos> = HashMap::new();
-    let mut attempts: Vec<_> = story.attempts.iter().filter(|attempt| attempt.granted.is_some()).collect();
+    let mut attempts: Vec<_> = story
+        .attempts
+        .iter()
+        .filter(|attempt| attempt.granted.is_some())
+        .collect();
     attempts.sort_by_key(|attempt| attempt.granted);
     let mut number = 0;
     for attempt in attempts {
-        let ended = attempt.giving.or(attempt.ended.map(|(at, _)| at)).unwrap_or(Nanos::MAX);
-        let until = held_until.entry((attempt.lock, &attempt.owner)).or_default();
+        let ended = attempt
+            .giving
+            .or(attempt.ended.map(|(at, _)| at))
+            .unwrap_or(Nanos::MAX);
+        let until = held_until
+            .entry((attempt.lock, &attempt.owner))
+            .or_default();
         number += usize::from(attempt.granted.is_some_and(|at| at < *until));
         *until = ended.max(*until);
     }
@@ -128,35 +200,84 @@ pub struct Left {
 
 /// What went wrong, and where the run is left.
 pub fn failure(what: &str, seed: u64, verdict: &Verdict) -> String {
-    let Left { history, violations } = keep(seed, verdict);
-    format!("{what}; the history is in {}, what is wrong in it in {}", history.display(), violations.display())
+    let Left {
+        history,
+        violations,
+    } = keep(seed, verdict);
+    format!(
+        "{what}; the history is in {}, what is wrong in it in {}",
+        history.display(),
+        violations.display()
+    )
 }
 
-/// Leaves the history and what was found in it in files of their own: an earlier run under this seed was another run.
+/// Leaves the history and what was found in it in files of their own: an earlier run under this
+/// seed was another run.
 pub fn keep(seed: u64, verdict: &Verdict) -> Left {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("chaos");
     fs::create_dir_all(&folder).expect("a folder for histories");
     let mut numbers = (1..).map(|number| folder.join(format!("seed-{seed}.{number}.jsonl")));
     let history = numbers.find(|path| !path.exists()).expect("a free number");
     verdict.history.write(&history).expect("the history");
-    let list: String = verdict.violations.iter().map(|violation| format!("{violation}\n")).collect();
+    let list: String = verdict
+        .violations
+        .iter()
+        .map(|violation| format!("{violation}\n"))
+        .collect();
     let violations = history.with_extension("violations");
     fs::write(&violations, list).expect("the violations");
-    Left { history, violations }
+    Left {
+        history,
+        violations,
+    }
 }
 
 #[test]
 fn a_run_that_shows_too_little_is_told_from_one_that_shows_enough() {
-    let enough = Shown { grants: 50, unknown: 0, sections: 0, looks: 0 };
+    let enough = Shown {
+        grants: 50,
+        unknown: 0,
+        sections: 0,
+        looks: 0,
+    };
     assert!(enough.too_few(10).is_empty());
-    assert_eq!(enough.too_few(11), ["only 50 grants in 11 s, and 300 a minute are demanded"]);
-    let enough = Shown { grants: 300, unknown: 6, sections: 60, looks: 600 };
+    assert_eq!(
+        enough.too_few(11),
+        ["only 50 grants in 11 s, and 300 a minute are demanded"]
+    );
+    let enough = Shown {
+        grants: 300,
+        unknown: 6,
+        sections: 60,
+        looks: 600,
+    };
     assert!(enough.too_few(60).is_empty());
     let few = [
-        (Shown { grants: 299, ..enough }, "only 299 grants in 60 s, and 300 a minute are demanded"),
-        (Shown { unknown: 5, ..enough }, "only 5 unknown outcomes in 60 s, and 6 a minute are demanded"),
-        (Shown { sections: 0, ..enough }, "only 0 guarded sections in 60 s, and 60 a minute are demanded"),
-        (Shown { looks: 0, ..enough }, "only 0 looks at the server in 60 s, and 600 a minute are demanded"),
+        (
+            Shown {
+                grants: 299,
+                ..enough
+            },
+            "only 299 grants in 60 s, and 300 a minute are demanded",
+        ),
+        (
+            Shown {
+                unknown: 5,
+                ..enough
+            },
+            "only 5 unknown outcomes in 60 s, and 6 a minute are demanded",
+        ),
+        (
+            Shown {
+                sections: 0,
+                ..enough
+            },
+            "only 0 guarded sections in 60 s, and 60 a minute are demanded",
+        ),
+        (
+            Shown { looks: 0, ..enough },
+            "only 0 looks at the server in 60 s, and 600 a minute are demanded",
+        ),
     ];
     for (shown, why) in few {
         assert_eq!(shown.too_few(60), [why]);

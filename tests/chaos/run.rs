@@ -1,4 +1,5 @@
-//! A run: workers behind proxies, faults, somebody who looks at the server all the time, and the judge at the end.
+//! A run: workers behind proxies, faults, somebody who looks at the server all the time, and the
+//! judge at the end.
 
 use std::any::Any;
 use std::fs;
@@ -26,7 +27,8 @@ use super::support::server::Server;
 use super::words::panics;
 use super::worker::{BUSY_LOCKS, is_patient, lock_name};
 
-/// For how long operations may take to come to an end when there are no faults and no leases of the killed any more.
+/// For how long operations may take to come to an end when there are no faults and no leases of the
+/// killed any more.
 const DRAIN: Duration = Duration::from_secs(15);
 
 /// How often the server is looked at.
@@ -54,28 +56,48 @@ pub struct Verdict {
 
 impl Run {
     pub async fn run(self) -> Verdict {
-        let (begun, folder) = (now(), TempDir::with_prefix("redisson-lock-chaos-").expect("a temporary folder"));
+        let (begun, folder) = (
+            now(),
+            TempDir::with_prefix("redisson-lock-chaos-").expect("a temporary folder"),
+        );
         let records = Records::default();
-        let outcome = AssertUnwindSafe(self.drive(begun, folder.path(), &records)).catch_unwind().await;
-        let Records { faults, killed, samples } = &records;
+        let outcome = AssertUnwindSafe(self.drive(begun, folder.path(), &records))
+            .catch_unwind()
+            .await;
+        let Records {
+            faults,
+            killed,
+            samples,
+        } = &records;
         let (faults, killed, samples) = (take(faults), take(killed), take(samples));
-        let mut history = History { faults, samples, killed, ..History::default() };
+        let mut history = History {
+            faults,
+            samples,
+            killed,
+            ..History::default()
+        };
         for file in files(folder.path()) {
             // What can be read of it is better than nothing.
             let _ = history.read(&file);
         }
         history.faults.sort_by_key(|fault| fault.from);
         let mut history = history.since(begun);
-        // A run that broke off has left everything unfinished: there is no judging it. A panic of a process may have been
-        // the reason.
+        // A run that broke off has left everything unfinished: there is no judging it. A panic of a
+        // process may have been the reason.
         let judged = outcome.and_then(|left| {
             history.left = left;
             catch_unwind(|| judge(&history))
         });
-        let mut violations: Vec<_> =
-            judged.unwrap_or_else(|panic| panics(&history).chain([broke_off(&*panic, now() - begun)]).collect());
+        let mut violations: Vec<_> = judged.unwrap_or_else(|panic| {
+            panics(&history)
+                .chain([broke_off(&*panic, now() - begun)])
+                .collect()
+        });
         violations.sort_by_key(|violation| violation.at);
-        Verdict { history, violations }
+        Verdict {
+            history,
+            violations,
+        }
     }
 
     /// Lets everything happen, and tells what was left.
@@ -97,7 +119,11 @@ impl Run {
             });
         }
         let server = tokio::sync::Mutex::new(self.server);
-        let stage = Arc::new(Stage { server, slots, records: records.clone() });
+        let stage = Arc::new(Stage {
+            server,
+            slots,
+            records: records.clone(),
+        });
         let observer = Observer::start(&url, Arc::clone(&records.samples));
         let mut acts = JoinSet::new();
         for planned in self.planned {
@@ -113,7 +139,10 @@ impl Run {
             sleep(pause).await;
             progress.look(folder);
             let (faults, grants) = (records.faults.lock().unwrap().len(), progress.grants);
-            println!("{:>10}: {grants} grants, {faults} faults", seconds(now() - begun));
+            println!(
+                "{:>10}: {grants} grants, {faults} faults",
+                seconds(now() - begun)
+            );
         }
         while let Some(act) = acts.join_next().await {
             act.expect("a fault is done as planned");
@@ -123,14 +152,29 @@ impl Run {
         left
     }
 
-    fn starter(&self, number: u64, url: String, folder: &Path, end: u64) -> Box<dyn Fn(u64) -> Worker + Send + Sync> {
-        let (seed, tasks, direct) = (self.seed.to_string(), self.tasks.to_string(), self.server.url());
-        let (folder, end, long_lease) = (folder.to_owned(), end.to_string(), self.long_lease.as_millis().to_string());
+    fn starter(
+        &self,
+        number: u64,
+        url: String,
+        folder: &Path,
+        end: u64,
+    ) -> Box<dyn Fn(u64) -> Worker + Send + Sync> {
+        let (seed, tasks, direct) = (
+            self.seed.to_string(),
+            self.tasks.to_string(),
+            self.server.url(),
+        );
+        let (folder, end, long_lease) = (
+            folder.to_owned(),
+            end.to_string(),
+            self.long_lease.as_millis().to_string(),
+        );
         let patient = u8::from(is_patient(number)).to_string();
         Box::new(move |process| {
             let (log, process) = (folder.join(process.to_string()), process.to_string());
             let log = log.to_str().expect("a path in UTF-8");
             Worker::start(
+                "worker_process",
                 "chaos",
                 &[
                     ("URL", &*url),
@@ -163,47 +207,81 @@ fn take<T>(written: &Mutex<Vec<T>>) -> Vec<T> {
 
 /// A panic of the driver or of the judge.
 fn broke_off(panic: &(dyn Any + Send), at: Nanos) -> Violation {
-    let said = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-    let what = format!("the run broke off: {}", said.unwrap_or("a panic without words"));
+    let said = panic
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or(panic.downcast_ref::<&str>().copied());
+    let what = format!(
+        "the run broke off: {}",
+        said.unwrap_or("a panic without words")
+    );
     Violation::new(Rule::Panic, at, what)
 }
 
 /// Waits until everything has come to its end. Tells what has not.
 async fn drain(stage: &Stage, url: &str, long_lease: Duration) -> Vec<String> {
     let client = redis::Client::open(url).expect("the server's URL");
-    let mut redis = client.get_multiplexed_async_connection().await.expect("a connection");
+    let mut redis = client
+        .get_multiplexed_async_connection()
+        .await
+        .expect("a connection");
     let mut left = Vec::new();
     let workers = stage.slots.len();
     let mut idle = 0;
     let limit = Instant::now() + long_lease + DRAIN;
     while idle < workers && Instant::now() < limit {
         sleep(Duration::from_millis(20)).await;
-        idle = redis::cmd("GET").arg("idle").query_async(&mut redis).await.ok().flatten().unwrap_or(0);
+        idle = redis::cmd("GET")
+            .arg("idle")
+            .query_async(&mut redis)
+            .await
+            .ok()
+            .flatten()
+            .unwrap_or(0);
     }
     if idle < workers {
-        left.push(format!("{} of {workers} workers did not come to an end", workers - idle));
+        left.push(format!(
+            "{} of {workers} workers did not come to an end",
+            workers - idle
+        ));
     }
-    // The clients are alive and have nothing to do: what there is now is left over, but for leases of the killed.
+    // The clients are alive and have nothing to do: what there is now is left over, but for leases
+    // of the killed.
     let limit = Instant::now() + long_lease + Duration::from_secs(2);
     loop {
         let locks = (0..=BUSY_LOCKS).map(lock_name);
-        let keys = redis::cmd("EXISTS").arg(locks.collect::<Vec<_>>()).query_async(&mut redis).await;
-        let channels = redis::cmd("PUBSUB").arg("CHANNELS").query_async(&mut redis).await;
+        let keys = redis::cmd("EXISTS")
+            .arg(locks.collect::<Vec<_>>())
+            .query_async(&mut redis)
+            .await;
+        let channels = redis::cmd("PUBSUB")
+            .arg("CHANNELS")
+            .query_async(&mut redis)
+            .await;
         match (keys, channels) {
             (Ok(0), Ok(channels)) if Vec::is_empty(&channels) => break,
             (keys, channels) if Instant::now() > limit => {
                 let channels: redis::RedisResult<Vec<String>> = channels;
-                left.push(format!("with nobody at work: keys: {keys:?}, channels: {channels:?}"));
+                left.push(format!(
+                    "with nobody at work: keys: {keys:?}, channels: {channels:?}"
+                ));
                 break;
             }
             _ => sleep(Duration::from_millis(20)).await,
         }
     }
-    redis::cmd("SET").arg("exit").arg(1).exec_async(&mut redis).await.expect("SET");
+    redis::cmd("SET")
+        .arg("exit")
+        .arg(1)
+        .exec_async(&mut redis)
+        .await
+        .expect("SET");
     let limit = Instant::now() + DRAIN;
     for slot in &stage.slots {
         let mut incarnation = slot.worker.lock().await;
-        let Some(worker) = &mut incarnation.worker else { continue };
+        let Some(worker) = &mut incarnation.worker else {
+            continue;
+        };
         let status = loop {
             match worker.status() {
                 None if Instant::now() < limit => sleep(Duration::from_millis(5)).await,
@@ -232,7 +310,10 @@ impl Observer {
             let mut connection = None;
             while !stopped.load(Ordering::Acquire) {
                 let limit = Duration::from_secs(10);
-                let looked = match connection.take().or_else(|| client.get_connection_with_timeout(limit).ok()) {
+                let looked = match connection
+                    .take()
+                    .or_else(|| client.get_connection_with_timeout(limit).ok())
+                {
                     Some(mut open) => {
                         let _ = open.set_read_timeout(Some(limit));
                         look(&mut open).map(|sample| (open, sample))
@@ -246,12 +327,19 @@ impl Observer {
                 thread::sleep(LOOK);
             }
         });
-        Self { stop, thread: Some(thread) }
+        Self {
+            stop,
+            thread: Some(thread),
+        }
     }
 
     fn stop(mut self) {
         self.stop.store(true, Ordering::Release);
-        self.thread.take().expect("it is stopped once").join().expect("the observer");
+        self.thread
+            .take()
+            .expect("it is stopped once")
+            .join()
+            .expect("the observer");
     }
 }
 
@@ -268,12 +356,29 @@ fn look(connection: &mut redis::Connection) -> Option<Sample> {
     type Found = Vec<(i64, Vec<(String, u64)>)>;
     let names: Vec<_> = (0..=BUSY_LOCKS).map(lock_name).collect();
     let from = now();
-    let found: Found = redis::cmd("EVAL").arg(LOOK).arg(names.len()).arg(names).query(connection).ok()?;
+    let found: Found = redis::cmd("EVAL")
+        .arg(LOOK)
+        .arg(names.len())
+        .arg(names)
+        .query(connection)
+        .ok()?;
     let to = now();
-    let keys = found.into_iter().enumerate().flat_map(|(lock, (pttl, fields))| {
-        fields.into_iter().map(move |(owner, count)| Key { lock, owner, count, pttl })
-    });
-    Some(Sample { from, to, held: keys.collect() })
+    let keys = found
+        .into_iter()
+        .enumerate()
+        .flat_map(|(lock, (pttl, fields))| {
+            fields.into_iter().map(move |(owner, count)| Key {
+                lock,
+                owner,
+                count,
+                pttl,
+            })
+        });
+    Some(Sample {
+        from,
+        to,
+        held: keys.collect(),
+    })
 }
 
 /// Counts grants while the workers write.
@@ -288,19 +393,33 @@ impl Progress {
         for path in files(folder) {
             let seen = self.seen.entry(path.clone()).or_default();
             let mut text = Vec::new();
-            let Ok(mut file) = fs::File::open(path) else { continue };
-            if file.seek(SeekFrom::Start(*seen)).and_then(|_| file.read_to_end(&mut text)).is_err() {
+            let Ok(mut file) = fs::File::open(path) else {
+                continue;
+            };
+            if file
+                .seek(SeekFrom::Start(*seen))
+                .and_then(|_| file.read_to_end(&mut text))
+                .is_err()
+            {
                 continue;
             }
-            let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+            let whole = text
+                .iter()
+                .rposition(|byte| *byte == b'\n')
+                .map_or(0, |at| at + 1);
             *seen += whole as u64;
             let lines = text[..whole].split(|byte| *byte == b'\n');
             const GRANTED: &[u8] = br#""granted""#;
-            self.grants += lines.filter(|line| line.windows(GRANTED.len()).any(|part| part == GRANTED)).count();
+            self.grants += lines
+                .filter(|line| line.windows(GRANTED.len()).any(|part| part == GRANTED))
+                .count();
         }
     }
 }
 
 fn files(folder: &Path) -> Vec<PathBuf> {
-    fs::read_dir(folder).expect("the folder").map(|entry| entry.expect("an entry").path()).collect()
+    fs::read_dir(folder)
+        .expect("the folder")
+        .map(|entry| entry.expect("an entry").path())
+        .collect()
 }

@@ -32,13 +32,21 @@ fn user(slot: u64) -> String {
 }
 
 /// Does it, and tells whether there was anything to do it to.
-pub async fn act(server: &mut Server, slots: &[Slot], Planned { kind, lasts, slot, .. }: Planned) -> bool {
+pub async fn act(
+    server: &mut Server,
+    slots: &[Slot],
+    Planned {
+        kind, lasts, slot, ..
+    }: Planned,
+) -> bool {
     let refused = || slots.iter().map(|slot| slot.proxy.refused()).sum::<usize>();
     let before = refused();
     let lasting = sleep(Duration::from_millis(lasts));
     match kind {
         // An error is a kill, of the connection that asks.
-        Kind::KillClients(which) => return ask(server, &["CLIENT", "KILL", "TYPE", which]) != Ok(0_i64),
+        Kind::KillClients(which) => {
+            return ask(server, &["CLIENT", "KILL", "TYPE", which]) != Ok(0_i64);
+        }
         Kind::Busy => {
             be_busy(server, lasting).await;
             return refused() > before;
@@ -99,8 +107,13 @@ pub async fn act(server: &mut Server, slots: &[Slot], Planned { kind, lasts, slo
 async fn be_busy(server: &Server, lasting: impl Future<Output = ()>) {
     tell(server, &["CONFIG", "SET", "lua-time-limit", "20"]);
     let mut connection = tokio::task::block_in_place(|| server.connection());
-    let script =
-        tokio::task::spawn_blocking(move || cmd("EVAL").arg("while true do end").arg(0).exec(&mut connection).is_err());
+    let script = tokio::task::spawn_blocking(move || {
+        cmd("EVAL")
+            .arg("while true do end")
+            .arg(0)
+            .exec(&mut connection)
+            .is_err()
+    });
     lasting.await;
     let limit = Instant::now() + SOON;
     while !script.is_finished() {
@@ -109,15 +122,22 @@ async fn be_busy(server: &Server, lasting: impl Future<Output = ()>) {
         let _: RedisResult<Value> = ask(server, &["SCRIPT", "KILL"]);
         sleep(Duration::from_millis(5)).await;
     }
-    assert!(script.await.expect("the script's thread"), "a script without an end has ended");
+    assert!(
+        script.await.expect("the script's thread"),
+        "a script without an end has ended"
+    );
 }
 
 /// How often the server has denied something to a worker's user.
 fn denied(server: &Server, slot: u64) -> i64 {
-    let log: Vec<HashMap<String, Value>> = ask(server, &["ACL", "LOG", "128"]).expect("the log of what was denied");
+    let log: Vec<HashMap<String, Value>> =
+        ask(server, &["ACL", "LOG", "128"]).expect("the log of what was denied");
     let user = Value::BulkString(user(slot).into_bytes());
-    let own = log.iter().filter(|entry| entry.get("username") == Some(&user));
-    own.filter_map(|entry| i64::from_redis_value_ref(entry.get("count")?).ok()).sum()
+    let own = log
+        .iter()
+        .filter(|entry| entry.get("username") == Some(&user));
+    own.filter_map(|entry| i64::from_redis_value_ref(entry.get("count")?).ok())
+        .sum()
 }
 
 fn tell(server: &Server, words: &[&str]) {

@@ -13,7 +13,12 @@ pub struct Tale(pub History);
 impl Tale {
     /// Something that a process says.
     pub fn line(mut self, at: Nanos, process: u64, attempt: u64, event: Event) -> Self {
-        self.0.lines.push(Line { at: at * MS, process, attempt, event });
+        self.0.lines.push(Line {
+            at: at * MS,
+            process,
+            attempt,
+            event,
+        });
         self
     }
 
@@ -24,8 +29,11 @@ impl Tale {
 
     /// An acquire that is granted at once, and sure for two seconds.
     pub fn granted(self, at: Nanos, process: u64, attempt: u64) -> Self {
-        let granted = Event::Granted { remaining: 2_000 * MS };
-        self.invoked(at - 5, process, attempt).line(at, process, attempt, granted)
+        let granted = Event::Granted {
+            remaining: 2_000 * MS,
+        };
+        self.invoked(at - 5, process, attempt)
+            .line(at, process, attempt, granted)
     }
 
     /// The leases that were asked for until now are renewed.
@@ -40,32 +48,65 @@ impl Tale {
 
     /// An unlock.
     pub fn gave(self, at: Nanos, process: u64, attempt: u64, outcome: &str) -> Self {
-        self.line(at, process, attempt, Event::Giving { how: "unlock".into() }).line(
+        self.line(
+            at,
+            process,
+            attempt,
+            Event::Giving {
+                how: "unlock".into(),
+            },
+        )
+        .line(
             at + 5,
             process,
             attempt,
-            Event::Gave { outcome: outcome.into() },
+            Event::Gave {
+                outcome: outcome.into(),
+            },
         )
     }
 
     /// A fault that was met.
     pub fn fault(mut self, from: Nanos, to: Nanos, kind: &str, slot: Option<u64>) -> Self {
-        self.0.faults.push(Fault { from: from * MS, to: to * MS, kind: kind.into(), slot, met: true });
+        self.0.faults.push(Fault {
+            from: from * MS,
+            to: to * MS,
+            kind: kind.into(),
+            slot,
+            met: true,
+        });
         self
     }
 
     /// The server is asked every 10 ms from one time to the other, and answers that.
     pub fn server(mut self, from: Nanos, to: Nanos, held: &[(u64, u64)]) -> Self {
-        let key = |(process, count): &(u64, u64)| Key { lock: 0, owner: owner(*process), count: *count, pttl: PTTL };
+        let key = |(process, count): &(u64, u64)| Key {
+            lock: 0,
+            owner: owner_of(*process),
+            count: *count,
+            pttl: PTTL,
+        };
         for at in (from..to).step_by(10) {
             let held = held.iter().map(key).collect();
-            self.0.samples.push(Sample { from: at * MS, to: (at + 1) * MS, held });
+            self.0.samples.push(Sample {
+                from: at * MS,
+                to: (at + 1) * MS,
+                held,
+            });
         }
         self
     }
 
     /// A guarded section.
-    pub fn section(self, from: Nanos, to: Nanos, process: u64, attempt: u64, read: u64, proven: bool) -> Self {
+    pub fn section(
+        self,
+        from: Nanos,
+        to: Nanos,
+        process: u64,
+        attempt: u64,
+        read: u64,
+        proven: bool,
+    ) -> Self {
         self.line(from, process, attempt, Event::SectionBegan).line(
             to,
             process,
@@ -85,9 +126,15 @@ impl Tale {
 }
 
 fn invoked(process: u64) -> Event {
-    Event::Invoked { lock: 0, owner: owner(process), how: "lock".into(), lease: 2_000 * MS, renewed: false }
+    Event::Invoked {
+        lock: 0,
+        owner: owner_of(process),
+        how: "lock".into(),
+        lease: 2_000 * MS,
+        renewed: false,
+    }
 }
 
-pub fn owner(process: u64) -> String {
+pub fn owner_of(process: u64) -> String {
     format!("client:{process}")
 }

@@ -6,10 +6,12 @@ use super::history::{Fault, MS, NO_CHANNEL, NO_PUBLISH, Nanos, slot_of};
 use super::judge::{Rule, Violation, locks, name};
 use super::worker::is_patient;
 
-/// For how long a waiter may stand before a free lock, and for how long there must have been no fault.
+/// For how long a waiter may stand before a free lock, and for how long there must have been no
+/// fault.
 const WAKE: Nanos = 1_500 * MS;
 
-/// After how long a subscription that was refused is asked for again: a command timeout, and some for a busy machine.
+/// After how long a subscription that was refused is asked for again: a command timeout, and some
+/// for a busy machine.
 const REASKED: Nanos = 2_000 * MS;
 
 /// For how long nobody need have looked at the server.
@@ -19,20 +21,31 @@ const GAP: Nanos = 300 * MS;
 pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
     let end = story.history.samples.last().map_or(0, |sample| sample.to);
     for lock in 0..locks(story) {
-        let of_lock: Vec<&Attempt> = story.attempts.iter().filter(|attempt| attempt.lock == lock).collect();
+        let of_lock: Vec<&Attempt> = story
+            .attempts
+            .iter()
+            .filter(|attempt| attempt.lock == lock)
+            .collect();
         for time in free(story, lock) {
             let in_silence = silent(story, lock, &time);
             let Free { from, to, .. } = time;
             for waiter in &of_lock {
-                let pending_to = waiter.answered().or(story.killed(waiter.process)).unwrap_or(end);
+                let pending_to = waiter
+                    .answered()
+                    .or(story.killed(waiter.process))
+                    .unwrap_or(end);
                 let (mut from, to) = (from.max(waiter.invoked), to.min(pending_to));
                 if to.saturating_sub(from) < WAKE {
                     continue;
                 }
                 // One grant in this process is one turn of its line.
-                let grants = of_lock.iter().filter(|other| other.process == waiter.process);
+                let grants = of_lock
+                    .iter()
+                    .filter(|other| other.process == waiter.process);
                 let turns = grants.filter_map(|other| other.granted).map(|at| (at, at));
-                let faults = story.faults_of(waiter.process).map(|fault| (fault.from, fault.to + WAKE));
+                let faults = story
+                    .faults_of(waiter.process)
+                    .map(|fault| (fault.from, fault.to + WAKE));
                 let mut breaks: Vec<(Nanos, Nanos)> = turns.chain(faults).collect();
                 if is_patient(slot_of(waiter.process)) {
                     breaks.extend(in_silence.then_some((from, to)));
@@ -43,7 +56,10 @@ pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
                 for (begin, over) in breaks {
                     if begin.min(to).saturating_sub(from) >= WAKE {
                         let ms = (begin.min(to) - from) / MS;
-                        let what = format!("lock {lock}: free for {ms} ms while {} waited", name(waiter));
+                        let what = format!(
+                            "lock {lock}: free for {ms} ms while {} waited",
+                            name(waiter)
+                        );
                         found.push(Violation::new(Rule::LostWakeup, from, what));
                         break;
                     }
@@ -55,7 +71,13 @@ pub fn wakeups(story: &Story, found: &mut Vec<Violation>) {
 }
 
 /// Whether whoever freed the lock then may not have been able to tell.
-fn silent(story: &Story, lock: usize, &Free { seen, from, after, .. }: &Free) -> bool {
+fn silent(
+    story: &Story,
+    lock: usize,
+    &Free {
+        seen, from, after, ..
+    }: &Free,
+) -> bool {
     let mute = |fault: &&Fault| fault.met && [NO_PUBLISH, NO_CHANNEL].contains(&&*fault.kind);
     let then = |fault: &&Fault| fault.from <= from + GAP && fault.to + GAP >= from;
     let by_slot = |slot| {
@@ -64,12 +86,30 @@ fn silent(story: &Story, lock: usize, &Free { seen, from, after, .. }: &Free) ->
             let (begin, end) = giving_back(story, attempt);
             begin <= from + GAP && end >= seen
         };
-        let own = |attempt: &&Attempt| attempt.lock == lock && (Some(&*attempt.owner) == after || passed(attempt));
-        let forced = |force: &&Force| force.lock == lock && force.from <= from && force.to.saturating_add(GAP) >= from;
-        story.attempts.iter().filter(own).any(|attempt| slot_of(attempt.process) == slot)
-            || story.forces.iter().filter(forced).any(|force| slot_of(force.process) == slot)
+        let own = |attempt: &&Attempt| {
+            attempt.lock == lock && (Some(&*attempt.owner) == after || passed(attempt))
+        };
+        let forced = |force: &&Force| {
+            force.lock == lock && force.from <= from && force.to.saturating_add(GAP) >= from
+        };
+        story
+            .attempts
+            .iter()
+            .filter(own)
+            .any(|attempt| slot_of(attempt.process) == slot)
+            || story
+                .forces
+                .iter()
+                .filter(forced)
+                .any(|force| slot_of(force.process) == slot)
     };
-    story.history.faults.iter().filter(mute).filter(then).any(|fault| fault.slot.is_some_and(by_slot))
+    story
+        .history
+        .faults
+        .iter()
+        .filter(mute)
+        .filter(then)
+        .any(|fault| fault.slot.is_some_and(by_slot))
 }
 
 /// From when until when an attempt may have given the lock back.
@@ -85,7 +125,9 @@ fn giving_back(story: &Story, attempt: &Attempt) -> (Nanos, Nanos) {
 
 /// From when until when those who wait in a process may have no subscription.
 fn deaf(story: &Story, process: u64) -> impl Iterator<Item = (Nanos, Nanos)> {
-    let refused = story.faults_of(process).filter(|fault| fault.kind == NO_CHANNEL);
+    let refused = story
+        .faults_of(process)
+        .filter(|fault| fault.kind == NO_CHANNEL);
     refused.map(|fault| (fault.from, fault.to + REASKED + WAKE))
 }
 
@@ -113,7 +155,12 @@ fn free<'s>(story: &'s Story, lock: usize) -> Vec<Free<'s>> {
         match held {
             Some(key) => owner = Some(&*key.owner),
             None => {
-                let free = since.get_or_insert(Free { seen, from: sample.to, to: sample.from, after: owner });
+                let free = since.get_or_insert(Free {
+                    seen,
+                    from: sample.to,
+                    to: sample.from,
+                    after: owner,
+                });
                 free.to = sample.from;
             }
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-use redisson_lock::{Holder, LockClient};
+use redisson_lock::{LockClient, Owner};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
@@ -23,10 +23,11 @@ const RETRY_TIMEOUT: Duration = Duration::from_millis(1_000);
 /// Locks that all workers fight for. The one after them is for those that only messages wake.
 pub const BUSY_LOCKS: usize = 6;
 
-/// How many tasks of a worker are often the same holder.
+/// How many tasks of a worker are often the same owner.
 const SHARING: u64 = 2;
 
-/// Whether a slot's worker waits for messages alone: every second one has no re-checks worth the name.
+/// Whether a slot's worker waits for messages alone: every second one has no re-checks worth the
+/// name.
 pub fn is_patient(slot: u64) -> bool {
     slot % 2 == 1
 }
@@ -48,10 +49,16 @@ pub async fn work() {
     let recorder = Arc::new(Recorder::open(Path::new(&setting("LOG")), process));
     write_down_panics(&recorder);
     let direct = redis::Client::open(setting("DIRECT")).expect("the server's URL");
-    let tasks_before = tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let tasks_before = tokio::runtime::Handle::current()
+        .metrics()
+        .num_alive_tasks();
     let url = setting("URL");
     let client = loop {
-        let recheck = if patient { Duration::from_secs(60) } else { Duration::from_millis(500) };
+        let recheck = if patient {
+            Duration::from_secs(60)
+        } else {
+            Duration::from_millis(500)
+        };
         let connecting = LockClient::builder()
             .watchdog_timeout(WATCHDOG)
             .recheck_interval(recheck)
@@ -66,23 +73,35 @@ pub async fn work() {
         }
     };
     let long_lease = Duration::from_millis(number("LONG_LEASE"));
-    let shared = Holder::new();
+    let shared = Owner::new();
     let actor = |seed, shares: bool| Actor {
         client: client.clone(),
         recorder: Arc::clone(&recorder),
         direct: direct.clone(),
         connection: None,
         random: StdRng::seed_from_u64(seed),
-        usual: if shares { shared } else { Holder::new() },
+        usual: if shares { shared } else { Owner::new() },
         shares,
         long_lease,
     };
     let mut tasks = JoinSet::new();
     for task in 0..number("TASKS") {
-        tasks.spawn(actor(number("SEED") ^ (process << 32) ^ (task << 16), task < SHARING).act(end));
+        tasks.spawn(
+            actor(
+                number("SEED") ^ (process << 32) ^ (task << 16),
+                task < SHARING,
+            )
+            .act(end),
+        );
     }
     for task in 0..if patient { 2 } else { 0 } {
-        tasks.spawn(actor(number("SEED") ^ (process << 32) ^ (task << 16) ^ (1 << 60), false).hand_over(end));
+        tasks.spawn(
+            actor(
+                number("SEED") ^ (process << 32) ^ (task << 16) ^ (1 << 60),
+                false,
+            )
+            .hand_over(end),
+        );
     }
     while let Some(outcome) = tasks.join_next().await {
         outcome.expect("no actor panics");
@@ -93,7 +112,12 @@ pub async fn work() {
         Err(error) => error.to_string(),
     };
     drop(client);
-    let left = || tokio::runtime::Handle::current().metrics().num_alive_tasks().saturating_sub(tasks_before);
+    let left = || {
+        tokio::runtime::Handle::current()
+            .metrics()
+            .num_alive_tasks()
+            .saturating_sub(tasks_before)
+    };
     // What was aborted, and the connections of `idle`, end within moments.
     let _ = timeout(Duration::from_secs(3), async {
         while left() > 0 {
@@ -101,14 +125,28 @@ pub async fn work() {
         }
     })
     .await;
-    recorder.record(now(), 0, Event::Ended { tasks: left() as u64, shutdown });
+    recorder.record(
+        now(),
+        0,
+        Event::Ended {
+            tasks: left() as u64,
+            shutdown,
+        },
+    );
 }
 
-/// Has every panic in this process written down, those of the library's background among them, which it survives.
+/// Has every panic in this process written down, those of the library's background among them,
+/// which it survives.
 fn write_down_panics(recorder: &Arc<Recorder>) {
     let (recorder, usual) = (Arc::clone(recorder), std::panic::take_hook());
     std::panic::set_hook(Box::new(move |panic| {
-        recorder.record(now(), 0, Event::Panicked { why: panic.to_string() });
+        recorder.record(
+            now(),
+            0,
+            Event::Panicked {
+                why: panic.to_string(),
+            },
+        );
         usual(panic);
     }));
 }
@@ -120,9 +158,18 @@ async fn idle(direct: &redis::Client) {
     for _ in 0..2_000 {
         if let Ok(mut connection) = direct.get_multiplexed_async_connection().await {
             if !told {
-                told = redis::cmd("INCR").arg("idle").exec_async(&mut connection).await.is_ok();
+                told = redis::cmd("INCR")
+                    .arg("idle")
+                    .exec_async(&mut connection)
+                    .await
+                    .is_ok();
             }
-            if redis::cmd("EXISTS").arg("exit").query_async(&mut connection).await == Ok(1) {
+            if redis::cmd("EXISTS")
+                .arg("exit")
+                .query_async(&mut connection)
+                .await
+                == Ok(1)
+            {
                 return;
             }
         }

@@ -1,4 +1,5 @@
-//! Scenarios of who has the lock: exclusion, re-entry, names, force unlock, unlock by others, questions.
+//! Scenarios of who has the lock: exclusion, re-entry, names, force unlock, unlock by others,
+//! questions.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -31,16 +32,37 @@ pub async fn exclusion(world: &World, way: Way) -> Outcome {
     first.lock(&name).await?;
     world.view.ensure_owner(&name, &first, 1).await?;
     for wait in [Duration::ZERO, Duration::from_millis(200)] {
-        ensure!(!second.try_lock(&name, wait, None).await?, "both have the lock");
+        ensure!(
+            !second.try_lock(&name, wait, None).await?,
+            "both have the lock"
+        );
     }
     world.view.ensure_owner(&name, &first, 1).await?;
-    ensure!(first.unlock(&name).await? == Unlocked::Done, "the holder cannot unlock");
-    ensure!(!world.view.exists(&name).await?, "an unlocked lock is there still");
-    ensure!(second.try_lock(&name, Duration::ZERO, None).await?, "the lock is free, but cannot be had");
+    ensure!(
+        first.unlock(&name).await? == Unlocked::Done,
+        "the owner cannot unlock"
+    );
+    ensure!(
+        !world.view.exists(&name).await?,
+        "an unlocked lock is there still"
+    );
+    ensure!(
+        second.try_lock(&name, Duration::ZERO, None).await?,
+        "the lock is free, but cannot be had"
+    );
     world.view.ensure_owner(&name, &second, 1).await?;
-    ensure!(!first.try_lock(&name, Duration::ZERO, None).await?, "both have the lock, the other way round");
-    ensure!(second.unlock(&name).await? == Unlocked::Done, "the second holder cannot unlock");
-    ensure!(!world.view.exists(&name).await?, "an unlocked lock is there still");
+    ensure!(
+        !first.try_lock(&name, Duration::ZERO, None).await?,
+        "both have the lock, the other way round"
+    );
+    ensure!(
+        second.unlock(&name).await? == Unlocked::Done,
+        "the second owner cannot unlock"
+    );
+    ensure!(
+        !world.view.exists(&name).await?,
+        "an unlocked lock is there still"
+    );
     Ok(vec![])
 }
 
@@ -50,19 +72,48 @@ pub async fn reentry(world: &World, way: Way) -> Outcome {
     let (first, second) = world.pair(way);
     let name = world.fresh("re-entry");
     for count in 1..=HOLDS {
-        ensure!(first.try_lock(&name, Duration::ZERO, None).await?, "hold {count} is refused");
+        ensure!(
+            first.try_lock(&name, Duration::ZERO, None).await?,
+            "hold {count} is refused"
+        );
         world.view.ensure_owner(&name, &first, count).await?;
-        ensure!(first.hold_count(&name).await? == count, "the holder does not count {count}");
-        ensure!(second.hold_count(&name).await? == 0, "the other side counts holds of its own");
+        ensure!(
+            first.hold_count(&name).await? == count,
+            "the owner does not count {count}"
+        );
+        ensure!(
+            second.hold_count(&name).await? == 0,
+            "the other side counts holds of its own"
+        );
     }
     for left in (0..HOLDS).rev() {
-        ensure!(!second.try_lock(&name, Duration::ZERO, None).await?, "{} holds let the other in", left + 1);
-        ensure!(first.unlock(&name).await? == Unlocked::Done, "hold {} cannot be given back", left + 1);
-        ensure!(first.hold_count(&name).await? == left, "an unlock leaves another count than {left}");
+        ensure!(
+            !second.try_lock(&name, Duration::ZERO, None).await?,
+            "{} holds let the other in",
+            left + 1
+        );
+        ensure!(
+            first.unlock(&name).await? == Unlocked::Done,
+            "hold {} cannot be given back",
+            left + 1
+        );
+        ensure!(
+            first.hold_count(&name).await? == left,
+            "an unlock leaves another count than {left}"
+        );
     }
-    ensure!(!world.view.exists(&name).await?, "the last unlock left the lock");
-    ensure!(second.try_lock(&name, Duration::ZERO, None).await?, "the lock is free, but cannot be had");
-    ensure!(second.unlock(&name).await? == Unlocked::Done, "the second holder cannot unlock");
+    ensure!(
+        !world.view.exists(&name).await?,
+        "the last unlock left the lock"
+    );
+    ensure!(
+        second.try_lock(&name, Duration::ZERO, None).await?,
+        "the lock is free, but cannot be had"
+    );
+    ensure!(
+        second.unlock(&name).await? == Unlocked::Done,
+        "the second owner cannot unlock"
+    );
     Ok(vec![])
 }
 
@@ -76,40 +127,62 @@ pub async fn names(world: &World, way: Way) -> Outcome {
         world.view.ensure_owner(name, &first, 1).await?;
         let mut waiting = locking(&second, name);
         world.view.until_listeners(name, 1).await?;
-        ensure!(first.unlock(name).await? == Unlocked::Done, "the holder cannot unlock {name:?}");
-        waiting.within(SOON, &format!("the wake-up on {name:?}")).await?;
+        ensure!(
+            first.unlock(name).await? == Unlocked::Done,
+            "the owner cannot unlock {name:?}"
+        );
+        waiting
+            .within(SOON, &format!("the wake-up on {name:?}"))
+            .await?;
         world.view.ensure_owner(name, &second, 1).await?;
-        ensure!(second.unlock(name).await? == Unlocked::Done, "the second holder cannot unlock {name:?}");
+        ensure!(
+            second.unlock(name).await? == Unlocked::Done,
+            "the second owner cannot unlock {name:?}"
+        );
         ensure!(!world.view.exists(name).await?, "{name:?} is left");
     }
     Ok(vec![])
 }
 
-/// Frees what the other holds twice, wakes the waiter, and the former holder does not come back.
+/// Frees what the other holds twice, wakes the waiter, and the former owner does not come back.
 pub async fn force_unlock(world: &World, way: Way) -> Outcome {
-    let (holder, other) = world.pair_with_short_watchdog(way);
+    let (owner, other) = world.pair_with_short_watchdog(way);
     let (_, waiter) = world.pair(way);
     let name = world.fresh("force unlock");
-    holder.lock(&name).await?;
-    holder.lock(&name).await?;
+    owner.lock(&name).await?;
+    owner.lock(&name).await?;
     let mut waiting = locking(&waiter, &name);
     world.view.until_listeners(&name, 1).await?;
     ensure!(other.force_unlock(&name).await?, "a held lock is not freed");
-    waiting.within(SOON, "the wake-up by the force unlock").await?;
+    waiting
+        .within(SOON, "the wake-up by the force unlock")
+        .await?;
     world.view.ensure_owner(&name, &waiter, 1).await?;
-    if !holder.is_java() {
-        let told = tokio::time::timeout(LONG, holder.told_of_loss()).await?;
-        ensure!(told.is_some(), "the holder is not told that its lock is gone");
+    if !owner.is_java() {
+        let told = tokio::time::timeout(LONG, owner.told_of_loss()).await?;
+        ensure!(
+            told.is_some(),
+            "the owner is not told that its lock is gone"
+        );
     }
-    // Two periods of the former holder's renewal.
+    // Two periods of the former owner's renewal.
     tokio::time::sleep(SHORT_WATCHDOG * 2 / 3).await;
     world.view.ensure_owner(&name, &waiter, 1).await?;
-    ensure!(!holder.is_held(&name).await?, "the former holder believes that it holds the lock");
+    ensure!(
+        !owner.is_held(&name).await?,
+        "the former owner believes that it holds the lock"
+    );
     for _ in 0..2 {
-        ensure!(holder.unlock(&name).await?.is_refused(), "the former holder can unlock");
+        ensure!(
+            owner.unlock(&name).await?.is_refused(),
+            "the former owner can unlock"
+        );
     }
     world.view.ensure_owner(&name, &waiter, 1).await?;
-    ensure!(waiter.unlock(&name).await? == Unlocked::Done, "the woken waiter cannot unlock");
+    ensure!(
+        waiter.unlock(&name).await? == Unlocked::Done,
+        "the woken waiter cannot unlock"
+    );
     ensure!(!other.force_unlock(&name).await?, "a free lock is freed");
     Ok(vec![])
 }
@@ -119,13 +192,22 @@ pub async fn not_the_owner(world: &World, way: Way) -> Outcome {
     let (first, second) = world.pair(way);
     let name = world.fresh("not the owner");
     first.lock(&name).await?;
-    ensure!(second.unlock(&name).await? == Unlocked::NotOwner, "somebody else's lock can be unlocked");
+    ensure!(
+        second.unlock(&name).await? == Unlocked::NotOwner,
+        "somebody else's lock can be unlocked"
+    );
     world.view.ensure_owner(&name, &first, 1).await?;
-    ensure!(first.is_held(&name).await?, "the holder lost its lock");
-    ensure!(first.unlock(&name).await? == Unlocked::Done, "the holder cannot unlock");
+    ensure!(first.is_held(&name).await?, "the owner lost its lock");
+    ensure!(
+        first.unlock(&name).await? == Unlocked::Done,
+        "the owner cannot unlock"
+    );
 
     let unlocked = second.unlock(&name).await?;
-    ensure!(!world.view.exists(&name).await?, "the unlock of a free lock leaves a key");
+    ensure!(
+        !world.view.exists(&name).await?,
+        "the unlock of a free lock leaves a key"
+    );
     match (unlocked, &second) {
         (Unlocked::NotOwner, _) => Ok(vec![]),
         (Unlocked::Done, Party::Java(_)) => Ok(vec![Note::SilentUnlock]),
@@ -138,32 +220,63 @@ pub async fn questions(world: &World, way: Way) -> Outcome {
     let (first, second) = world.pair(way);
     let name = world.fresh("questions");
     agree(&name, &first, &second, false, -2..=-2).await?;
-    first.lock_with_lease(&name, Duration::from_secs(60)).await?;
+    first
+        .lock_with_lease(&name, Duration::from_secs(60))
+        .await?;
     agree(&name, &first, &second, true, 50_000..=60_000).await?;
-    first.lock_with_lease(&name, Duration::from_secs(90)).await?;
+    first
+        .lock_with_lease(&name, Duration::from_secs(90))
+        .await?;
     agree(&name, &first, &second, true, 80_000..=90_000).await?;
-    let counts = (first.hold_count(&name).await?, second.hold_count(&name).await?);
-    ensure!(counts == (2, 0), "the hold counts are {counts:?} and not (2, 0)");
+    let counts = (
+        first.hold_count(&name).await?,
+        second.hold_count(&name).await?,
+    );
+    ensure!(
+        counts == (2, 0),
+        "the hold counts are {counts:?} and not (2, 0)"
+    );
     let held = (first.is_held(&name).await?, second.is_held(&name).await?);
-    ensure!(held == (true, false), "held by: {held:?} and not (true, false)");
+    ensure!(
+        held == (true, false),
+        "held by: {held:?} and not (true, false)"
+    );
     for party in [&first, &second] {
         if let (Party::Java(thread), Party::Java(owner)) = (party, &first) {
             let id = owner.thread_id().await?;
-            ensure!(thread.is_held_by(&name, id).await?, "Java does not find its own thread {id}");
+            ensure!(
+                thread.is_held_by(&name, id).await?,
+                "Java does not find its own thread {id}"
+            );
         }
     }
     // A key that lost its expiry, which neither side would leave.
     world.view.ask::<i64>(&["PERSIST", &name]).await?;
     agree(&name, &first, &second, true, -1..=-1).await?;
-    ensure!(second.force_unlock(&name).await?, "a held lock is not freed");
+    ensure!(
+        second.force_unlock(&name).await?,
+        "a held lock is not freed"
+    );
     agree(&name, &first, &second, false, -2..=-2).await?;
-    // Ours lists the holders by name as well.
-    let (java, rust) = if first.is_java() { (&first, &second) } else { (&second, &first) };
+    // Ours lists the owners by name as well.
+    let (java, rust) = if first.is_java() {
+        (&first, &second)
+    } else {
+        (&second, &first)
+    };
     java.lock(&name).await?;
-    let Party::Rust(actor) = rust else { unreachable!("one of a pair is ours") };
-    let holders = actor.holders(&name).await?;
-    ensure!(holders == [(java.owner().await?, 1)], "the holders are {holders:?}");
-    ensure!(java.unlock(&name).await? == Unlocked::Done, "Java cannot unlock");
+    let Party::Rust(actor) = rust else {
+        unreachable!("one of a pair is ours")
+    };
+    let owners = actor.owners(&name).await?;
+    ensure!(
+        owners == [(java.owner().await?, 1)],
+        "the owners are {owners:?}"
+    );
+    ensure!(
+        java.unlock(&name).await? == Unlocked::Done,
+        "Java cannot unlock"
+    );
     Ok(vec![])
 }
 
@@ -175,33 +288,48 @@ async fn agree(
     ttl: RangeInclusive<i64>,
 ) -> Result<(), Failed> {
     for party in [first, second] {
-        ensure!(party.is_locked(name).await? == locked, "locked is not {locked} for {party:?}");
+        ensure!(
+            party.is_locked(name).await? == locked,
+            "locked is not {locked} for {party:?}"
+        );
         let left = party.remaining_ttl(name).await?;
-        ensure!(ttl.contains(&left), "{left} ms are left and not {ttl:?} for {party:?}");
+        ensure!(
+            ttl.contains(&left),
+            "{left} ms are left and not {ttl:?} for {party:?}"
+        );
     }
     Ok(())
 }
 
-/// A waiter goes away: Java's is interrupted, ours is dropped. It leaves nothing, and takes no wake-up with it.
+/// A waiter goes away: Java's is interrupted, ours is dropped. It leaves nothing, and takes no
+/// wake-up with it.
 pub async fn waiter_gives_up(world: &World, way: Way) -> Outcome {
-    let (holder, leaver) = world.pair(way);
+    let (owner, leaver) = world.pair(way);
     match &leaver {
         Party::Java(thread) => {
-            interrupted_try(world, &holder, &leaver, thread).await?;
-            Ok(interrupted_lock(world, &holder, &leaver, thread).await?.into_iter().collect())
+            interrupted_try(world, &owner, &leaver, thread).await?;
+            Ok(interrupted_lock(world, &owner, &leaver, thread)
+                .await?
+                .into_iter()
+                .collect())
         }
         Party::Rust(_) => {
             let (_, stayer) = world.pair(way);
-            dropped_waiter(world, &holder, &leaver, &stayer).await?;
+            dropped_waiter(world, &owner, &leaver, &stayer).await?;
             Ok(vec![])
         }
     }
 }
 
 /// One waiter of ours is dropped while it is in front of another.
-async fn dropped_waiter(world: &World, holder: &Party, leaver: &Party, stayer: &Party) -> Result<(), Failed> {
+async fn dropped_waiter(
+    world: &World,
+    owner: &Party,
+    leaver: &Party,
+    stayer: &Party,
+) -> Result<(), Failed> {
     let name = &world.fresh("dropped");
-    holder.lock(name).await?;
+    owner.lock(name).await?;
     let leaving = locking(leaver, name);
     world.view.until_listeners(name, 1).await?;
     leaving.cancel().await;
@@ -211,67 +339,106 @@ async fn dropped_waiter(world: &World, holder: &Party, leaver: &Party, stayer: &
     world.view.until_listeners(name, 1).await?;
     let mut staying = locking(stayer, name);
     leaving.cancel().await;
-    world.view.ensure_owner(name, holder, 1).await?;
+    world.view.ensure_owner(name, owner, 1).await?;
     world.view.until_listeners(name, 1).await?;
-    ensure!(holder.unlock(name).await? == Unlocked::Done, "the holder cannot unlock");
-    staying.within(SOON, "the wake-up of the waiter that stayed").await?;
+    ensure!(
+        owner.unlock(name).await? == Unlocked::Done,
+        "the owner cannot unlock"
+    );
+    staying
+        .within(SOON, "the wake-up of the waiter that stayed")
+        .await?;
     world.view.ensure_owner(name, stayer, 1).await?;
-    ensure!(stayer.unlock(name).await? == Unlocked::Done, "the waiter that stayed cannot unlock");
+    ensure!(
+        stayer.unlock(name).await? == Unlocked::Done,
+        "the waiter that stayed cannot unlock"
+    );
     world.view.until_listeners(name, 0).await?;
-    ensure!(!world.view.exists(name).await?, "who went away has the lock");
+    ensure!(
+        !world.view.exists(name).await?,
+        "who went away has the lock"
+    );
     Ok(())
 }
 
-/// Interrupts a `tryLock` that waits: it fails, and our holder is not disturbed.
-async fn interrupted_try(world: &World, holder: &Party, leaver: &Party, thread: &PeerThread) -> Result<(), Failed> {
+/// Interrupts a `tryLock` that waits: it fails, and our owner is not disturbed.
+async fn interrupted_try(
+    world: &World,
+    owner: &Party,
+    leaver: &Party,
+    thread: &PeerThread,
+) -> Result<(), Failed> {
     let name = world.fresh("interrupted try");
-    holder.lock(&name).await?;
+    owner.lock(&name).await?;
     let (trying, tried) = (leaver.clone(), name.clone());
     let mut trying = Task::start(async move { trying.try_lock(&tried, LONG, None).await });
     world.view.until_listeners(&name, 1).await?;
-    ensure!(thread.interrupt().await?, "the waiting thread is in no call");
+    ensure!(
+        thread.interrupt().await?,
+        "the waiting thread is in no call"
+    );
     let ended = trying.ends_within(SOON).await;
-    ensure!(matches!(ended, Some(Err(_))), "an interrupted tryLock ends with {ended:?}");
-    world.view.ensure_owner(&name, holder, 1).await?;
-    ensure!(holder.unlock(&name).await? == Unlocked::Done, "the holder cannot unlock");
+    ensure!(
+        matches!(ended, Some(Err(_))),
+        "an interrupted tryLock ends with {ended:?}"
+    );
+    world.view.ensure_owner(&name, owner, 1).await?;
+    ensure!(
+        owner.unlock(&name).await? == Unlocked::Done,
+        "the owner cannot unlock"
+    );
     ensure!(!world.view.exists(&name).await?, "the lock is left");
     Ok(())
 }
 
-/// Interrupts a `lock()` that is parked. It is to go on waiting, until our holder unlocks.
+/// Interrupts a `lock()` that is parked. It is to go on waiting, until our owner unlocks.
 async fn interrupted_lock(
     world: &World,
-    holder: &Party,
+    owner: &Party,
     leaver: &Party,
     thread: &PeerThread,
 ) -> Result<Option<Note>, Failed> {
     const ATTEMPTS: u64 = 10;
     for attempt in 1..=ATTEMPTS {
         let name = &world.fresh("interrupted");
-        holder.lock(name).await?;
+        owner.lock(name).await?;
         let mut waiting = locking(leaver, name);
         world.view.until_listeners(name, 1).await?;
-        // From outside one does not see whether the thread is parked already. Before, the interrupt hits a question to
-        // the server, and the call fails, as it may: that is no answer to what is asked here.
+        // From outside one does not see whether the thread is parked already. Before, the interrupt
+        // hits a question to the server, and the call fails, as it may: that is no answer to what
+        // is asked here.
         tokio::time::sleep(Duration::from_millis(100 * attempt)).await;
-        ensure!(thread.interrupt().await?, "the waiting thread is in no call");
+        ensure!(
+            thread.interrupt().await?,
+            "the waiting thread is in no call"
+        );
         let ended = waiting.ends_within(Duration::from_secs(1)).await;
-        world.view.ensure_owner(name, holder, 1).await?;
+        world.view.ensure_owner(name, owner, 1).await?;
         // A thread that is in a call cannot be asked.
         if ended.is_some() {
             ensure!(!leaver.is_held(name).await?, "two hold the lock");
         }
-        ensure!(holder.unlock(name).await? == Unlocked::Done, "the holder cannot unlock");
+        ensure!(
+            owner.unlock(name).await? == Unlocked::Done,
+            "the owner cannot unlock"
+        );
         match ended {
             None => {
-                waiting.within(SOON, "the wake-up of the interrupted waiter").await?;
+                waiting
+                    .within(SOON, "the wake-up of the interrupted waiter")
+                    .await?;
                 world.view.ensure_owner(name, leaver, 1).await?;
-                ensure!(leaver.unlock(name).await? == Unlocked::Done, "the interrupted waiter cannot unlock");
+                ensure!(
+                    leaver.unlock(name).await? == Unlocked::Done,
+                    "the interrupted waiter cannot unlock"
+                );
                 return Ok(None);
             }
             Some(Ok(_)) => return Ok(Some(Note::InterruptedLock)),
             Some(Err(_)) => {}
         }
     }
-    Err(Failed(format!("{ATTEMPTS} calls of lock() failed when interrupted")))
+    Err(Failed(format!(
+        "{ATTEMPTS} calls of lock() failed when interrupted"
+    )))
 }

@@ -1,10 +1,10 @@
-//! Who takes part in a scenario: a Java thread with Redisson, or a holder with this library. Both have the same verbs,
-//! so that each scenario is written once and runs in both directions.
+//! Who takes part in a scenario: a Java thread with Redisson, or a owner with this library. Both
+//! have the same verbs, so that each scenario is written once and runs in both directions.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use redisson_lock::{Error, Holder, HolderExt, LockClient, LockGuard, LostReason};
+use redisson_lock::{Error, LockClient, LockGuard, LostReason, Owner, OwnerExt};
 
 use crate::support::java::{PeerError, PeerThread};
 use crate::world::Failed;
@@ -14,15 +14,15 @@ use crate::world::Failed;
 pub enum Party {
     /// A thread of a Redisson client.
     Java(PeerThread),
-    /// A holder of a client of ours.
+    /// A owner of a client of ours.
     Rust(Actor),
 }
 
-/// A holder and the guards of what it holds.
+/// A owner and the guards of what it holds.
 #[derive(Clone, Debug)]
 pub struct Actor {
     client: LockClient,
-    holder: Holder,
+    owner: Owner,
     guards: Arc<Mutex<Vec<LockGuard>>>,
 }
 
@@ -45,7 +45,11 @@ impl Unlocked {
 
 impl Party {
     pub fn of(client: &LockClient) -> Self {
-        Self::Rust(Actor { client: client.clone(), holder: Holder::new(), guards: Arc::default() })
+        Self::Rust(Actor {
+            client: client.clone(),
+            owner: Owner::new(),
+            guards: Arc::default(),
+        })
     }
 
     pub fn is_java(&self) -> bool {
@@ -56,7 +60,14 @@ impl Party {
     pub async fn lock(&self, name: &str) -> Result<(), Failed> {
         match self {
             Self::Java(thread) => thread.lock(name).await?,
-            Self::Rust(actor) => actor.keep(actor.client.lock(name).lock().with_holder(actor.holder).await?),
+            Self::Rust(actor) => actor.keep(
+                actor
+                    .client
+                    .lock(name)
+                    .lock()
+                    .with_owner(actor.owner)
+                    .await?,
+            ),
         }
         Ok(())
     }
@@ -66,14 +77,27 @@ impl Party {
         match self {
             Self::Java(thread) => thread.lock_with_lease(name, lease).await?,
             Self::Rust(actor) => {
-                actor.keep(actor.client.lock(name).lock().lease(lease).with_holder(actor.holder).await?);
+                actor.keep(
+                    actor
+                        .client
+                        .lock(name)
+                        .lock()
+                        .lease(lease)
+                        .with_owner(actor.owner)
+                        .await?,
+                );
             }
         }
         Ok(())
     }
 
     /// Locks if that is possible within the wait time.
-    pub async fn try_lock(&self, name: &str, wait: Duration, lease: Option<Duration>) -> Result<bool, Failed> {
+    pub async fn try_lock(
+        &self,
+        name: &str,
+        wait: Duration,
+        lease: Option<Duration>,
+    ) -> Result<bool, Failed> {
         match self {
             Self::Java(thread) => Ok(thread.try_lock(name, wait, lease).await?),
             Self::Rust(actor) => {
@@ -82,7 +106,7 @@ impl Party {
                     Some(lease) => request.lease(lease),
                     None => request,
                 };
-                let guard = request.with_holder(actor.holder).await?;
+                let guard = request.with_owner(actor.owner).await?;
                 Ok(guard.map(|guard| actor.keep(guard)).is_some())
             }
         }
@@ -92,14 +116,23 @@ impl Party {
     pub async fn unlock(&self, name: &str) -> Result<Unlocked, Failed> {
         match self {
             Self::Java(thread) => match thread.unlock(name).await {
-                Err(PeerError { class, .. }) if class == "IllegalMonitorStateException" => Ok(Unlocked::NotOwner),
+                Err(PeerError { class, .. }) if class == "IllegalMonitorStateException" => {
+                    Ok(Unlocked::NotOwner)
+                }
                 result => Ok(result.map(|()| Unlocked::Done)?),
             },
             Self::Rust(actor) => {
                 let newest = actor.guards.lock().unwrap().pop();
                 let result = match newest {
                     Some(guard) => guard.unlock().await,
-                    None => actor.client.lock(name).unlock().with_holder(actor.holder).await,
+                    None => {
+                        actor
+                            .client
+                            .lock(name)
+                            .unlock()
+                            .with_owner(actor.owner)
+                            .await
+                    }
                 };
                 match result {
                     Err(Error::NotHeld { .. }) => Ok(Unlocked::NotOwner),
@@ -128,7 +161,12 @@ impl Party {
     pub async fn is_held(&self, name: &str) -> Result<bool, Failed> {
         match self {
             Self::Java(thread) => Ok(thread.is_held(name).await?),
-            Self::Rust(actor) => Ok(actor.client.lock(name).is_held().with_holder(actor.holder).await?),
+            Self::Rust(actor) => Ok(actor
+                .client
+                .lock(name)
+                .is_held()
+                .with_owner(actor.owner)
+                .await?),
         }
     }
 
@@ -136,7 +174,12 @@ impl Party {
         match self {
             Self::Java(thread) => Ok(thread.hold_count(name).await?),
             Self::Rust(actor) => {
-                let count = actor.client.lock(name).hold_count().with_holder(actor.holder).await?;
+                let count = actor
+                    .client
+                    .lock(name)
+                    .hold_count()
+                    .with_owner(actor.owner)
+                    .await?;
                 Ok(i64::try_from(count)?)
             }
         }
@@ -158,11 +201,12 @@ impl Party {
     pub async fn owner(&self) -> Result<String, Failed> {
         match self {
             Self::Java(thread) => Ok(thread.owner().await?),
-            Self::Rust(actor) => Ok(format!("{}:{}", actor.client.client_id(), actor.holder)),
+            Self::Rust(actor) => Ok(format!("{}:{}", actor.client.client_id(), actor.owner)),
         }
     }
 
-    /// Waits until the newest guard hears that its lock is gone. Java is never told, so there it answers at once.
+    /// Waits until the newest guard hears that its lock is gone. Java is never told, so there it
+    /// answers at once.
     pub async fn told_of_loss(&self) -> Option<LostReason> {
         let Self::Rust(actor) = self else { return None };
         let lost = actor.guards.lock().unwrap().last()?.lost();
@@ -172,9 +216,12 @@ impl Party {
 
 impl Actor {
     /// Who holds the lock, in any process, with the count.
-    pub async fn holders(&self, name: &str) -> Result<Vec<(String, u64)>, Failed> {
-        let holders = self.client.lock(name).holders().await?;
-        Ok(holders.into_iter().map(|holding| (holding.owner, holding.count)).collect())
+    pub async fn owners(&self, name: &str) -> Result<Vec<(String, u64)>, Failed> {
+        let owners = self.client.lock(name).owners().await?;
+        Ok(owners
+            .into_iter()
+            .map(|holding| (holding.owner, holding.count))
+            .collect())
     }
 
     fn keep(&self, guard: LockGuard) {

@@ -1,6 +1,6 @@
-//! Byte for byte: one sequence of calls is made with Redisson on one empty server and with ours on another. After
-//! each call all that is left in the server, all that was published and all that is listened for is written down, and
-//! the two records are compared.
+//! Byte for byte: one sequence of calls is made with Redisson on one empty server and with ours on
+//! another. After each call all that is left in the server, all that was published and all that is
+//! listened for is written down, and the two records are compared.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -57,7 +57,10 @@ pub struct Left {
 /// The scenario.
 pub async fn byte_for_byte(world: &World, _: Way) -> Outcome {
     let servers = [Server::start(), Server::start()];
-    let java = world.peer.client("recorded", &servers[0].url(), Options::default()).await?;
+    let java = world
+        .peer
+        .client("recorded", &servers[0].url(), Options::default())
+        .await?;
     let java = [java.thread("a"), java.thread("b")].map(Party::Java);
     let rust = rust_client(&servers[1].url(), |builder| builder).await;
     let rust = [Party::of(&rust), Party::of(&rust)];
@@ -76,8 +79,14 @@ pub async fn byte_for_byte(world: &World, _: Way) -> Outcome {
 async fn record(server: &Server, [a, b]: [Party; 2]) -> Result<Vec<Moment>, Failed> {
     let seconds = Duration::from_secs;
     let name = "recorded";
-    let mut recorder =
-        Recorder::open(server, &[("CLIENT:A", a.owner().await?), ("CLIENT:B", b.owner().await?)]).await?;
+    let mut recorder = Recorder::open(
+        server,
+        &[
+            ("CLIENT:A", a.owner().await?),
+            ("CLIENT:B", b.owner().await?),
+        ],
+    )
+    .await?;
 
     recorder.note("nothing yet").await?;
     a.lock(name).await?;
@@ -95,12 +104,18 @@ async fn record(server: &Server, [a, b]: [Party; 2]) -> Result<Vec<Moment>, Fail
     b.unlock(name).await?;
     recorder.note("B: unlock(), refused").await?;
     a.unlock(name).await?;
-    recorder.note_but("A: unlock(), 2 holds left", May::KeepLongerExpiry).await?;
+    recorder
+        .note_but("A: unlock(), 2 holds left", May::KeepLongerExpiry)
+        .await?;
     let mut waiting = locking(&b, name);
     recorder.view.until_listeners(name, 1).await?;
-    recorder.note_but("B: lock(), waiting", May::KeepLongerExpiry).await?;
+    recorder
+        .note_but("B: lock(), waiting", May::KeepLongerExpiry)
+        .await?;
     a.unlock(name).await?;
-    recorder.note_but("A: unlock(), 1 hold left", May::KeepLongerExpiry).await?;
+    recorder
+        .note_but("A: unlock(), 1 hold left", May::KeepLongerExpiry)
+        .await?;
     a.unlock(name).await?;
     waiting.within(LONG, "the wake-up").await?;
     recorder.until_silent(name).await?;
@@ -110,7 +125,9 @@ async fn record(server: &Server, [a, b]: [Party; 2]) -> Result<Vec<Moment>, Fail
     a.force_unlock(name).await?;
     recorder.note("A: forceUnlock(), free").await?;
     a.unlock(name).await?;
-    recorder.note_but("A: unlock(), free", May::PublishInJava).await?;
+    recorder
+        .note_but("A: unlock(), free", May::PublishInJava)
+        .await?;
     b.lock_with_lease(name, seconds(60)).await?;
     recorder.note("B: lock(60 s)").await?;
     b.unlock(name).await?;
@@ -128,11 +145,19 @@ async fn record(server: &Server, [a, b]: [Party; 2]) -> Result<Vec<Moment>, Fail
 fn compare(java: &Moment, rust: &Moment) -> Outcome {
     let call = java.call;
     let mut notes = Vec::new();
-    let keys: Vec<_> = java.keys.keys().filter(|key| !key.starts_with(UNLOCK_LATCH)).collect();
+    let keys: Vec<_> = java
+        .keys
+        .keys()
+        .filter(|key| !key.starts_with(UNLOCK_LATCH))
+        .collect();
     if keys.len() < java.keys.len() {
         notes.push(Note::UnlockLatch);
     }
-    let differ = |what: &str| Err(Failed(format!("after {call}: {what} differ:\nJava {java:?}\nRust {rust:?}")));
+    let differ = |what: &str| {
+        Err(Failed(format!(
+            "after {call}: {what} differ:\nJava {java:?}\nRust {rust:?}"
+        )))
+    };
     if keys != rust.keys.keys().collect::<Vec<_>>() {
         return differ("the keys");
     }
@@ -143,7 +168,8 @@ fn compare(java: &Moment, rust: &Moment) -> Outcome {
         }
         if ours.pttl > theirs.pttl + TOLERANCE_MS && rust.may == May::KeepLongerExpiry {
             notes.push(Note::PartialRelease);
-        } else if (ours.pttl - theirs.pttl).abs() > TOLERANCE_MS || theirs.pttl < 0 || ours.pttl < 0 {
+        } else if (ours.pttl - theirs.pttl).abs() > TOLERANCE_MS || theirs.pttl < 0 || ours.pttl < 0
+        {
             return differ("the expiries");
         }
     }
@@ -171,13 +197,18 @@ struct Recorder {
 
 impl Recorder {
     async fn open(server: &Server, owners: &[(&'static str, String)]) -> Result<Self, Failed> {
-        let mut pubsub = redis::Client::open(server.url())?.get_async_pubsub().await?;
+        let mut pubsub = redis::Client::open(server.url())?
+            .get_async_pubsub()
+            .await?;
         pubsub.psubscribe("*").await?;
         Ok(Self {
             view: View::open(&server.url()).await,
             messages: pubsub.into_on_message(),
             fences: 0,
-            owners: owners.iter().map(|(name, owner)| (owner.clone(), *name)).collect(),
+            owners: owners
+                .iter()
+                .map(|(name, owner)| (owner.clone(), *name))
+                .collect(),
             moments: Vec::new(),
         })
     }
@@ -201,24 +232,41 @@ impl Recorder {
         }
         let mut listened: Vec<Vec<u8>> = self.view.ask(&["PUBSUB", "CHANNELS"]).await?;
         listened.sort();
-        self.moments.push(Moment { call, may, keys, published, listened });
+        self.moments.push(Moment {
+            call,
+            may,
+            keys,
+            published,
+            listened,
+        });
         Ok(())
     }
 
     async fn left(&self, key: &[u8]) -> Result<Left, Failed> {
-        let (kind, pttl): (String, i64) = (self.view.ask_of("TYPE", key).await?, self.view.ask_of("PTTL", key).await?);
+        let (kind, pttl): (String, i64) = (
+            self.view.ask_of("TYPE", key).await?,
+            self.view.ask_of("PTTL", key).await?,
+        );
         let content: Vec<(Vec<u8>, Vec<u8>)> = match kind.as_str() {
             "hash" => self.view.ask_of("HGETALL", key).await?,
             "string" => vec![(vec![], self.view.ask_of("GET", key).await?)],
             // It is gone meanwhile, or nothing that either side should leave.
             _ => vec![],
         };
-        let mut content: Vec<_> = content.iter().map(|(field, value)| (self.plain(field), self.plain(value))).collect();
+        let mut content: Vec<_> = content
+            .iter()
+            .map(|(field, value)| (self.plain(field), self.plain(value)))
+            .collect();
         content.sort();
-        Ok(Left { kind, content, pttl })
+        Ok(Left {
+            kind,
+            content,
+            pttl,
+        })
     }
 
-    /// What was published since the last time. The server keeps the order of messages, so all are there when ours is.
+    /// What was published since the last time. The server keeps the order of messages, so all are
+    /// there when ours is.
     async fn published(&mut self) -> Result<Vec<(Vec<u8>, Vec<u8>)>, Failed> {
         self.fences += 1;
         let fence = self.fences.to_string();
@@ -231,16 +279,23 @@ impl Recorder {
             let channel: Vec<u8> = message.get_channel()?;
             let payload: Vec<u8> = message.get_payload()?;
             if channel == FENCE.as_bytes() {
-                ensure!(payload == fence.as_bytes(), "the recorder's messages are out of order");
+                ensure!(
+                    payload == fence.as_bytes(),
+                    "the recorder's messages are out of order"
+                );
                 return Ok(published);
             }
             published.push((self.plain(&channel), self.plain(&payload)));
         }
     }
 
-    /// The bytes with owners replaced by what stands for them; that they are replaced proves their form.
+    /// The bytes with owners replaced by what stands for them; that they are replaced proves their
+    /// form.
     fn plain(&self, bytes: &[u8]) -> Vec<u8> {
-        let owner = self.owners.iter().find(|(owner, _)| owner.as_bytes() == bytes);
+        let owner = self
+            .owners
+            .iter()
+            .find(|(owner, _)| owner.as_bytes() == bytes);
         owner.map_or(bytes.to_vec(), |(_, name)| name.as_bytes().to_vec())
     }
 }
@@ -248,7 +303,11 @@ impl Recorder {
 /// The comparison sees what it is there to see.
 #[test]
 fn a_difference_in_a_record_is_found() {
-    let left = Left { kind: "hash".to_owned(), content: vec![(b"CLIENT:A".to_vec(), b"1".to_vec())], pttl: 30_000 };
+    let left = Left {
+        kind: "hash".to_owned(),
+        content: vec![(b"CLIENT:A".to_vec(), b"1".to_vec())],
+        pttl: 30_000,
+    };
     let same = Moment {
         call: "A: lock()",
         may: May::BeEqualOnly,
@@ -259,9 +318,25 @@ fn a_difference_in_a_record_is_found() {
     assert!(compare(&same, &same).is_ok_and(|notes| notes.is_empty()));
     let changes: [fn(&mut Moment); 8] = [
         |moment| moment.keys.clear(),
-        |moment| drop(moment.keys.insert(b"more".to_vec(), moment.keys[&b"recorded"[..]].clone())),
-        |moment| moment.keys.values_mut().for_each(|left| left.kind = "string".to_owned()),
-        |moment| moment.keys.values_mut().for_each(|left| left.content[0].1 = b"2".to_vec()),
+        |moment| {
+            drop(
+                moment
+                    .keys
+                    .insert(b"more".to_vec(), moment.keys[&b"recorded"[..]].clone()),
+            )
+        },
+        |moment| {
+            moment
+                .keys
+                .values_mut()
+                .for_each(|left| left.kind = "string".to_owned())
+        },
+        |moment| {
+            moment
+                .keys
+                .values_mut()
+                .for_each(|left| left.content[0].1 = b"2".to_vec())
+        },
         |moment| moment.keys.values_mut().for_each(|left| left.pttl = 45_000),
         |moment| moment.keys.values_mut().for_each(|left| left.pttl = -1),
         |moment| moment.published.clear(),
@@ -270,7 +345,13 @@ fn a_difference_in_a_record_is_found() {
     for (at, change) in changes.iter().enumerate() {
         let mut other = same.clone();
         change(&mut other);
-        assert!(compare(&same, &other).is_err(), "change {at} is not found in ours");
-        assert!(compare(&other, &same).is_err(), "change {at} is not found in Redisson's");
+        assert!(
+            compare(&same, &other).is_err(),
+            "change {at} is not found in ours"
+        );
+        assert!(
+            compare(&other, &same).is_err(),
+            "change {at} is not found in Redisson's"
+        );
     }
 }

@@ -10,11 +10,13 @@ use crate::support::java::VERSIONS;
 use crate::world::{Failed, Way, World};
 use crate::{counter, leases, ownership, recorder};
 
-/// What came of a scenario: facts about this Redisson that a reader of the table has to know, or why it failed.
+/// What came of a scenario: facts about this Redisson that a reader of the table has to know, or
+/// why it failed.
 pub type Outcome = Result<Vec<Note>, Failed>;
 
-/// A thing that a Redisson version does otherwise than ours; in none of them ours loses its exclusion. The run fails if
-/// one appears in a version that is not listed here, or does not appear in one that is.
+/// A thing that a Redisson version does otherwise than ours; in none of them ours loses its
+/// exclusion. The run fails if one appears in a version that is not listed here, or does not appear
+/// in one that is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Note {
     SilentUnlock,
@@ -65,7 +67,7 @@ pub const ALL: [Scenario; 14] = [
     scenario!("wait time", [JavaToRust RustToJava], leases::wait_time),
     scenario!("lease time", [JavaToRust RustToJava], leases::lease_time),
     scenario!("the watchdog outlasts its timeout", [JavaToRust RustToJava], leases::watchdog),
-    scenario!("the holder is killed (SIGKILL)", [JavaToRust RustToJava], leases::killed_holder),
+    scenario!("the owner is killed (SIGKILL)", [JavaToRust RustToJava], leases::killed_owner),
     scenario!("force unlock", [JavaToRust RustToJava], ownership::force_unlock),
     scenario!("unlock by others", [JavaToRust RustToJava], ownership::not_the_owner, RustToJava: SilentUnlock),
     scenario!("both answer alike about one key", [JavaToRust RustToJava], ownership::questions),
@@ -93,8 +95,11 @@ pub const ALL: [Scenario; 14] = [
 ];
 
 /// Runs after the others, as it leaves no processor for them.
-pub const COUNTER: Scenario =
-    scenario!("4 Java threads and 4 Rust tasks count to 16 000", [Together], counter::counter);
+pub const COUNTER: Scenario = scenario!(
+    "4 Java threads and 4 Rust tasks count to 16 000",
+    [Together],
+    counter::counter
+);
 
 impl Scenario {
     async fn run(&self, world: Arc<World>, way: Way) -> Ran {
@@ -107,34 +112,52 @@ impl Scenario {
             Err(_) => Err(Failed(format!("not done within {LIMIT:?}"))),
         };
         let outcome = outcome.and_then(|notes| self.as_listed(&version, way, notes));
-        Ran { title: self.title, way, outcome }
+        Ran {
+            title: self.title,
+            way,
+            outcome,
+        }
     }
 
     /// Fails unless what was noted is what is listed; returns what is listed.
     fn as_listed(&self, version: &str, way: Way, noted: Vec<Note>) -> Outcome {
-        let listed = self.notes.iter().filter(|(noted, note)| *noted == way && note.versions().contains(&version));
+        let listed = self
+            .notes
+            .iter()
+            .filter(|(noted, note)| *noted == way && note.versions().contains(&version));
         let listed: BTreeSet<Note> = listed.map(|(_, note)| *note).collect();
         let as_listed = noted.iter().all(|note| listed.contains(note))
-            && listed.iter().all(|note| noted.contains(note) || note.is_rare());
+            && listed
+                .iter()
+                .all(|note| noted.contains(note) || note.is_rare());
         if as_listed {
             Ok(listed.into_iter().collect())
         } else {
-            Err(Failed(format!("noted of Redisson {version}: {noted:?}, but listed: {listed:?}")))
+            Err(Failed(format!(
+                "noted of Redisson {version}: {noted:?}, but listed: {listed:?}"
+            )))
         }
     }
 }
 
 /// Runs all scenarios with one version: those that leave each other alone at the same time.
 pub async fn run_all(world: &Arc<World>) -> Vec<Ran> {
-    let each = ALL.iter().flat_map(|scenario| scenario.ways.iter().map(move |way| (scenario, *way)));
+    let each = ALL
+        .iter()
+        .flat_map(|scenario| scenario.ways.iter().map(move |way| (scenario, *way)));
     let mut ran = join_all(each.map(|(scenario, way)| scenario.run(Arc::clone(world), way))).await;
     ran.push(COUNTER.run(Arc::clone(world), Way::Together).await);
     ran
 }
 
 impl Note {
-    pub const ALL: [Self; 5] =
-        [Self::SilentUnlock, Self::InterruptedLock, Self::ShorterReentry, Self::PartialRelease, Self::UnlockLatch];
+    pub const ALL: [Self; 5] = [
+        Self::SilentUnlock,
+        Self::InterruptedLock,
+        Self::ShorterReentry,
+        Self::PartialRelease,
+        Self::UnlockLatch,
+    ];
 
     /// The versions that do this.
     fn versions(self) -> &'static [&'static str] {
@@ -170,12 +193,12 @@ impl Note {
                  one question."
             }
             Self::InterruptedLock => {
-                "An interrupted `lock()` of Redisson returns as if it had the lock. It has not: the holder keeps it, \
+                "An interrupted `lock()` of Redisson returns as if it had the lock. It has not: the owner keeps it, \
                  and the Java code goes on without protection."
             }
             Self::ShorterReentry => {
                 "`lock()` and then `lock(1 s)` by one Java thread sets the expiry to 1 s, and both holds end with it: \
-                 then anybody can have the lock, as the server says. A holder of ours keeps the longer expiry."
+                 then anybody can have the lock, as the server says. A owner of ours keeps the longer expiry."
             }
             Self::PartialRelease => {
                 "An unlock that leaves holds sets the expiry to Redisson's watchdog timeout (from 60 s to 30 s in this \

@@ -1,5 +1,5 @@
-//! What the scenarios of one Redisson version share: a server, a Java process, clients of both sides, and an
-//! independent view of the server.
+//! What the scenarios of one Redisson version share: a server, a Java process, clients of both
+//! sides, and an independent view of the server.
 
 use std::error::Error;
 use std::sync::Mutex;
@@ -16,14 +16,16 @@ use crate::recorder::Moment;
 use crate::support::java::{Options, Peer, PeerClient, Skip};
 use crate::support::server::Server;
 
-/// What is far more than anything takes that should happen at once, and far less than the 30 s and more for which the
-/// locks concerned live: a handover within it came from the message and not from the expiry.
+/// What is far more than anything takes that should happen at once, and far less than the 30 s and
+/// more for which the locks concerned live: a handover within it came from the message and not from
+/// the expiry.
 pub const SOON: Duration = Duration::from_secs(5);
 
 /// How long a condition is waited for that may take its time.
 pub const LONG: Duration = Duration::from_secs(20);
 
-/// The watchdog timeout of the clients that are to renew or to lose their locks while a scenario looks on.
+/// The watchdog timeout of the clients that are to renew or to lose their locks while a scenario
+/// looks on.
 pub const SHORT_WATCHDOG: Duration = Duration::from_secs(3);
 
 /// Why a scenario failed.
@@ -97,8 +99,12 @@ impl World {
         let url = server.url();
         let open = |name, options| peer.client(name, &url, options);
         let java = Side {
-            plain: open("plain", Options::default()).await.expect("a Redisson client"),
-            short: open("short", Options::default().watchdog(SHORT_WATCHDOG)).await.expect("a Redisson client"),
+            plain: open("plain", Options::default())
+                .await
+                .expect("a Redisson client"),
+            short: open("short", Options::default().watchdog(SHORT_WATCHDOG))
+                .await
+                .expect("a Redisson client"),
         };
         let rust = Side {
             plain: rust_client(&url, |builder| builder).await,
@@ -117,7 +123,8 @@ impl World {
         })
     }
 
-    /// A first party, which holds, and a second, which comes: a new thread of Java, and a new holder of ours.
+    /// A first party, which holds, and a second, which comes: a new thread of Java, and a new owner
+    /// of ours.
     pub fn pair(&self, way: Way) -> (Party, Party) {
         self.parties(way, &self.java.plain, &self.rust.plain)
     }
@@ -156,10 +163,17 @@ impl World {
     }
 }
 
-/// A client that does not look for lost messages, so that what wakes it is the message or the expiry.
-pub async fn rust_client(url: &str, settings: impl FnOnce(LockClientBuilder) -> LockClientBuilder) -> LockClient {
+/// A client that does not look for lost messages, so that what wakes it is the message or the
+/// expiry.
+pub async fn rust_client(
+    url: &str,
+    settings: impl FnOnce(LockClientBuilder) -> LockClientBuilder,
+) -> LockClient {
     let builder = LockClient::builder().recheck_interval(Duration::from_secs(3600));
-    settings(builder).connect(url).await.expect("a client of ours")
+    settings(builder)
+        .connect(url)
+        .await
+        .expect("a client of ours")
 }
 
 /// The server as somebody sees it who uses neither library.
@@ -168,20 +182,33 @@ pub struct View(MultiplexedConnection);
 
 impl View {
     pub async fn open(url: &str) -> Self {
-        let config = AsyncConnectionConfig::new().set_response_timeout(Some(LONG)).set_connection_timeout(Some(LONG));
+        let config = AsyncConnectionConfig::new()
+            .set_response_timeout(Some(LONG))
+            .set_connection_timeout(Some(LONG));
         let client = redis::Client::open(url).expect("the server's URL");
-        Self(client.get_multiplexed_async_connection_with_config(&config).await.expect("a connection"))
+        Self(
+            client
+                .get_multiplexed_async_connection_with_config(&config)
+                .await
+                .expect("a connection"),
+        )
     }
 
     /// Any command.
     pub async fn ask<T: FromRedisValue>(&self, command: &[&str]) -> Result<T, Failed> {
         let (name, args) = command.split_first().expect("a command");
-        Ok(redis::cmd(name).arg(args).query_async(&mut self.0.clone()).await?)
+        Ok(redis::cmd(name)
+            .arg(args)
+            .query_async(&mut self.0.clone())
+            .await?)
     }
 
     /// A question about a key of any bytes.
     pub async fn ask_of<T: FromRedisValue>(&self, command: &str, key: &[u8]) -> Result<T, Failed> {
-        Ok(redis::cmd(command).arg(key).query_async(&mut self.0.clone()).await?)
+        Ok(redis::cmd(command)
+            .arg(key)
+            .query_async(&mut self.0.clone())
+            .await?)
     }
 
     /// The owners of a lock, with their counts.
@@ -203,7 +230,8 @@ impl View {
         Ok(listeners)
     }
 
-    /// Waits until so many clients listen for the lock's release. What is published from then on reaches them all.
+    /// Waits until so many clients listen for the lock's release. What is published from then on
+    /// reaches them all.
     pub async fn until_listeners(&self, name: &str, wanted: i64) -> Result<(), Failed> {
         let deadline = Instant::now() + LONG;
         loop {
@@ -211,7 +239,11 @@ impl View {
             if listeners == wanted {
                 return Ok(());
             }
-            ensure!(Instant::now() < deadline, "{listeners} listeners and not {wanted} on {:?}", channel(name));
+            ensure!(
+                Instant::now() < deadline,
+                "{listeners} listeners and not {wanted} on {:?}",
+                channel(name)
+            );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -220,7 +252,10 @@ impl View {
     pub async fn ensure_owner(&self, name: &str, owner: &Party, count: i64) -> Result<(), Failed> {
         let owners = self.owners(name).await?;
         let wanted = vec![(owner.owner().await?, count)];
-        ensure!(owners == wanted, "the lock {name:?} holds {owners:?} and not {wanted:?}");
+        ensure!(
+            owners == wanted,
+            "the lock {name:?} holds {owners:?} and not {wanted:?}"
+        );
         Ok(())
     }
 }

@@ -1,4 +1,5 @@
-//! What is asked after each step: of the server by an independent connection, of the library, and of the guards.
+//! What is asked after each step: of the server by an independent connection, of the library, and
+//! of the guards.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +7,7 @@ use futures::FutureExt;
 use proptest::test_runner::TestCaseError;
 use proptest::{prop_assert, prop_assert_eq};
 use redis::cmd;
-use redisson_lock::{HolderExt, LockGuard};
+use redisson_lock::{LockGuard, OwnerExt};
 
 use crate::reference::Span;
 use crate::support::server::wait_until;
@@ -17,9 +18,15 @@ const SLACK: Duration = Duration::from_millis(100);
 
 /// Whether two answers about time agree, when a clock is read between two moments.
 pub fn assert_left(left: Duration, expires: Span, read: Span) -> Outcome {
-    let least = expires.from.saturating_duration_since(read.to).saturating_sub(SLACK);
+    let least = expires
+        .from
+        .saturating_duration_since(read.to)
+        .saturating_sub(SLACK);
     let most = expires.to.saturating_duration_since(read.from) + SLACK;
-    prop_assert!(left >= least && left <= most, "{left:?} left, not {least:?} to {most:?}");
+    prop_assert!(
+        left >= least && left <= most,
+        "{left:?} left, not {least:?} to {most:?}"
+    );
     Ok(())
 }
 
@@ -27,7 +34,10 @@ impl World<'_> {
     /// Waits until the lock's hold count on the server is as it should be.
     pub fn wait_for(&self, lock: usize, what: &str, done: impl Fn(Option<u64>) -> bool) {
         wait_until(what, LIMIT, || {
-            let counts: Vec<u64> = cmd("HVALS").arg(&self.names[lock]).query(&mut *self.bench.observer()).unwrap();
+            let counts: Vec<u64> = cmd("HVALS")
+                .arg(&self.names[lock])
+                .query(&mut *self.bench.observer())
+                .unwrap();
             done(counts.first().copied())
         });
     }
@@ -36,13 +46,19 @@ impl World<'_> {
     pub fn look(&self, lock: usize) -> Outcome {
         let from = Instant::now();
         let mut pipe = redis::pipe();
-        pipe.atomic().hgetall(&self.names[lock]).pttl(&self.names[lock]);
-        let (fields, pttl): (Vec<(String, u64)>, i64) = pipe.query(&mut *self.bench.observer()).expect("an answer");
-        let read = Span { from, to: Instant::now() };
+        pipe.atomic()
+            .hgetall(&self.names[lock])
+            .pttl(&self.names[lock]);
+        let (fields, pttl): (Vec<(String, u64)>, i64) =
+            pipe.query(&mut *self.bench.observer()).expect("an answer");
+        let read = Span {
+            from,
+            to: Instant::now(),
+        };
         match &self.model.locks[lock] {
             None => prop_assert_eq!((fields, pttl), (vec![], -2)),
             Some(held) => {
-                prop_assert_eq!(fields, vec![(self.owner(held.owner), held.count)]);
+                prop_assert_eq!(fields, vec![(self.owner_field(held.owner), held.count)]);
                 prop_assert!(pttl >= 0, "the expiry is {pttl}");
                 assert_left(Duration::from_millis(pttl as u64), held.expires, read)?;
             }
@@ -50,28 +66,38 @@ impl World<'_> {
         Ok(())
     }
 
-    /// What the library says about a lock, to one of the clients and to its owner and another holder.
+    /// What the library says about a lock, to one of the clients and to its owner and another
+    /// owner.
     pub async fn ask(&self, lock: usize, client: usize, who: usize) -> Outcome {
         let held = &self.model.locks[lock];
         let real = self.lock(client, lock);
         prop_assert_eq!(real.is_locked().await, Ok(held.is_some()));
-        let holders = real.holders().await.map(|all| all.into_iter().map(|one| (one.owner, one.count)).collect());
-        let expected: Vec<_> = held.iter().map(|held| (self.owner(held.owner), held.count)).collect();
-        prop_assert_eq!(holders, Ok(expected));
+        let owners = real
+            .owners()
+            .await
+            .map(|all| all.into_iter().map(|one| (one.owner, one.count)).collect());
+        let expected: Vec<_> = held
+            .iter()
+            .map(|held| (self.owner_field(held.owner), held.count))
+            .collect();
+        prop_assert_eq!(owners, Ok(expected));
         let from = Instant::now();
         let left = real.remaining_ttl().await;
-        let read = Span { from, to: Instant::now() };
+        let read = Span {
+            from,
+            to: Instant::now(),
+        };
         match (held, left) {
             (None, Ok(None)) => {}
             (Some(held), Ok(Some(left))) => assert_left(left, held.expires, read)?,
             (held, left) => prop_assert!(false, "{left:?} left of {held:?}"),
         }
-        prop_assert_eq!(real.hold_count().await, Ok(0), "outside any holder");
+        prop_assert_eq!(real.hold_count().await, Ok(0), "outside any owner");
         for who in held.iter().map(|held| held.owner).chain([who]) {
-            let (real, holder) = self.lock_of(who, lock);
+            let (real, owner) = self.lock_of(who, lock);
             let count = self.model.count(who, lock);
-            prop_assert_eq!(real.hold_count().with_holder(holder).await, Ok(count));
-            prop_assert_eq!(real.is_held().with_holder(holder).await, Ok(count > 0));
+            prop_assert_eq!(real.hold_count().with_owner(owner).await, Ok(count));
+            prop_assert_eq!(real.is_held().with_owner(owner).await, Ok(count > 0));
         }
         Ok(())
     }
@@ -95,7 +121,10 @@ impl World<'_> {
     /// Which lock a guard is of, by its own word.
     fn lock_at(&self, guard: &LockGuard) -> Outcome<usize> {
         let told = format!("{guard:?}");
-        let at = self.names.iter().position(|name| told.contains(&format!("{name:?}")));
+        let at = self
+            .names
+            .iter()
+            .position(|name| told.contains(&format!("{name:?}")));
         at.ok_or_else(|| TestCaseError::fail(format!("no lock of this case: {told}")))
     }
 }

@@ -1,6 +1,7 @@
 //! What a reentrant lease lock is: the server's state, and what each client believes it has.
 //!
-//! Nothing here knows the library. Times are ranges, since a caller knows only between which two moments a script ran.
+//! Nothing here knows the library. Times are ranges, since a caller knows only between which two
+//! moments a script ran.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -20,11 +21,17 @@ pub struct Span {
 impl Span {
     /// What follows that much later: `least` to `most`.
     fn plus(self, least: Duration, most: Duration) -> Self {
-        Self { from: self.from + least, to: self.to + most }
+        Self {
+            from: self.from + least,
+            to: self.to + most,
+        }
     }
 
     fn max(self, other: Self) -> Self {
-        Self { from: self.from.max(other.from), to: self.to.max(other.to) }
+        Self {
+            from: self.from.max(other.from),
+            to: self.to.max(other.to),
+        }
     }
 }
 
@@ -46,7 +53,7 @@ pub struct Hold {
 /// From a hold count of 0 until it is 0 again or the lock is lost, as a client records it.
 #[derive(Debug)]
 struct Possession {
-    holder: usize,
+    owner: usize,
     lock: usize,
     /// Holds in their order, and whether a guard stands for each.
     holds: Vec<(usize, bool)>,
@@ -69,17 +76,18 @@ pub enum Unlocked {
     Freed,
     NotHeld,
     Lost(LostReason),
-    /// It was lost and nobody has a hold of it any more: whether that is still remembered is a matter of luck.
+    /// It was lost and nobody has a hold of it any more: whether that is still remembered is a
+    /// matter of luck.
     NotHeldOrLost,
 }
 
 #[derive(Debug, Default)]
 pub struct Model {
     pub locks: Vec<Option<Held>>,
-    /// For each holder its client, and whether others may act under its id.
-    pub holders: Vec<(usize, bool)>,
+    /// For each owner its client, and whether others may act under its id.
+    pub owners: Vec<(usize, bool)>,
     possessions: Vec<Possession>,
-    /// The latest possession of a holder and a lock.
+    /// The latest possession of a owner and a lock.
     latest: HashMap<(usize, usize), usize>,
     /// Forgotten holds of earlier possessions that were lost, of which nobody has been told.
     owed: HashMap<(usize, usize), Vec<LostReason>>,
@@ -89,12 +97,19 @@ pub struct Model {
 }
 
 impl Model {
-    pub fn new(locks: usize, holders: &[(usize, bool)]) -> Self {
-        Self { locks: vec![None; locks], holders: holders.to_vec(), ..Default::default() }
+    pub fn new(locks: usize, owners: &[(usize, bool)]) -> Self {
+        Self {
+            locks: vec![None; locks],
+            owners: owners.to_vec(),
+            ..Default::default()
+        }
     }
 
-    pub fn count(&self, holder: usize, lock: usize) -> u64 {
-        self.locks[lock].as_ref().filter(|held| held.owner == holder).map_or(0, |held| held.count)
+    pub fn count(&self, owner: usize, lock: usize) -> u64 {
+        self.locks[lock]
+            .as_ref()
+            .filter(|held| held.owner == owner)
+            .map_or(0, |held| held.count)
     }
 
     pub fn lost(&self, hold: Hold) -> Option<LostReason> {
@@ -106,28 +121,44 @@ impl Model {
         let possession = &self.possessions[hold.possession];
         let others = possession.holds.iter().filter(|(id, _)| *id != hold.id);
         let (guarded, forgotten): (Vec<_>, Vec<_>) = others.partition(|(_, guarded)| *guarded);
-        let with_id = |(id, _): &(usize, bool)| Hold { possession: hold.possession, id: *id };
+        let with_id = |(id, _): &(usize, bool)| Hold {
+            possession: hold.possession,
+            id: *id,
+        };
         (guarded.into_iter().map(with_id).collect(), forgotten.len())
     }
 
     /// Whether the server has the hold that the client believes in.
     pub fn is_stale(&self, hold: Hold) -> bool {
         let possession = &self.possessions[hold.possession];
-        possession.lost.is_none() && self.count(possession.holder, possession.lock) == 0
+        possession.lost.is_none() && self.count(possession.owner, possession.lock) == 0
     }
 
-    /// Whether this holder ever had to do with this lock.
-    pub fn is_untouched(&self, holder: usize, lock: usize) -> bool {
-        !self.possessions.iter().any(|possession| (possession.holder, possession.lock) == (holder, lock))
+    /// Whether this owner ever had to do with this lock.
+    pub fn is_untouched(&self, owner: usize, lock: usize) -> bool {
+        !self
+            .possessions
+            .iter()
+            .any(|possession| (possession.owner, possession.lock) == (owner, lock))
     }
 
     /// Takes a hold; `None` if somebody else has the lock.
-    pub fn acquire(&mut self, holder: usize, lock: usize, lease: Option<Duration>, ran: Span) -> Option<Hold> {
+    pub fn acquire(
+        &mut self,
+        owner: usize,
+        lock: usize,
+        lease: Option<Duration>,
+        ran: Span,
+    ) -> Option<Hold> {
         let lease = lease.unwrap_or(WATCHDOG);
-        let live = self.latest.get(&(holder, lock)).copied().filter(|at| self.possessions[*at].is_live());
+        let live = self
+            .latest
+            .get(&(owner, lock))
+            .copied()
+            .filter(|at| self.possessions[*at].is_live());
         let expires = ran.plus(lease, lease);
         let (possession, base) = match &mut self.locks[lock] {
-            Some(held) if held.owner == holder => {
+            Some(held) if held.owner == owner => {
                 held.count += 1;
                 held.expires = held.expires.max(expires);
                 (live, held.count - 1)
@@ -140,11 +171,15 @@ impl Model {
                 if held.is_some() {
                     return None;
                 }
-                *held = Some(Held { owner: holder, count: 1, expires });
+                *held = Some(Held {
+                    owner,
+                    count: 1,
+                    expires,
+                });
                 (None, 0)
             }
         };
-        let possession = possession.unwrap_or_else(|| self.begin(holder, lock, base));
+        let possession = possession.unwrap_or_else(|| self.begin(owner, lock, base));
         let id = self.ids;
         self.ids += 1;
         self.possessions[possession].holds.push((id, true));
@@ -152,17 +187,31 @@ impl Model {
         Some(Hold { possession, id })
     }
 
-    fn begin(&mut self, holder: usize, lock: usize, base: u64) -> usize {
+    fn begin(&mut self, owner: usize, lock: usize, base: u64) -> usize {
         // Forgotten holds that were lost are remembered until somebody asks.
-        for older in self.possessions.iter_mut().filter(|older| (older.holder, older.lock) == (holder, lock)) {
+        for older in self
+            .possessions
+            .iter_mut()
+            .filter(|older| (older.owner, older.lock) == (owner, lock))
+        {
             let before = older.holds.len();
             older.holds.retain(|(_, guarded)| *guarded);
             let untold = before - older.holds.len();
-            self.owed.entry((holder, lock)).or_default().extend(std::iter::repeat_n(older.lost, untold).flatten());
+            self.owed
+                .entry((owner, lock))
+                .or_default()
+                .extend(std::iter::repeat_n(older.lost, untold).flatten());
         }
-        self.possessions.push(Possession { holder, lock, holds: vec![], base, leases: vec![], lost: None });
+        self.possessions.push(Possession {
+            owner,
+            lock,
+            holds: vec![],
+            base,
+            leases: vec![],
+            lost: None,
+        });
         let begun = self.possessions.len() - 1;
-        self.latest.insert((holder, lock), begun);
+        self.latest.insert((owner, lock), begun);
         begun
     }
 
@@ -173,9 +222,12 @@ impl Model {
         if let Some(reason) = possession.lost {
             return Err(reason);
         }
-        let entry = (possession.holder, possession.lock);
+        let entry = (possession.owner, possession.lock);
         let leave = possession.base + possession.holds.len() as u64;
-        let Some(held) = self.locks[entry.1].as_mut().filter(|held| held.owner == entry.0) else {
+        let Some(held) = self.locks[entry.1]
+            .as_mut()
+            .filter(|held| held.owner == entry.0)
+        else {
             possession.lost = Some(LostReason::Gone);
             return Err(LostReason::Gone);
         };
@@ -185,7 +237,13 @@ impl Model {
             held.count = leave;
             // Of the holds that stay, whichever they are; nothing is ever shortened.
             let least = possession.leases.iter().min().copied().unwrap_or(WATCHDOG);
-            let most = possession.leases.iter().max().copied().unwrap_or(WATCHDOG).max(WATCHDOG);
+            let most = possession
+                .leases
+                .iter()
+                .max()
+                .copied()
+                .unwrap_or(WATCHDOG)
+                .max(WATCHDOG);
             held.expires = held.expires.max(ran.plus(least.min(WATCHDOG), most));
         }
         if possession.holds.is_empty() {
@@ -197,24 +255,27 @@ impl Model {
     /// Lets a hold live without its guard.
     pub fn forget(&mut self, hold: Hold) {
         let possession = &mut self.possessions[hold.possession];
-        let is_latest = self.latest.get(&(possession.holder, possession.lock)) == Some(&hold.possession);
+        let is_latest =
+            self.latest.get(&(possession.owner, possession.lock)) == Some(&hold.possession);
         match possession.holds.iter().position(|(id, _)| *id == hold.id) {
             Some(at) if is_latest => possession.holds[at].1 = false,
             Some(at) => {
                 // It was lost when it was forgotten, and another possession has begun.
                 possession.holds.remove(at);
-                self.vague.insert((possession.holder, possession.lock));
+                self.vague.insert((possession.owner, possession.lock));
             }
             None => {}
         }
     }
 
     /// Gives back a hold that no guard stands for; where there is none, tells of one that was lost.
-    pub fn unlock(&mut self, holder: usize, lock: usize, ran: Span) -> Unlocked {
-        let entry = (holder, lock);
+    pub fn unlock(&mut self, owner: usize, lock: usize, ran: Span) -> Unlocked {
+        let entry = (owner, lock);
         let owes = self.owed.get(&entry).is_some_and(|owed| !owed.is_empty());
-        match self.unlock_latest(holder, lock, ran) {
-            Unlocked::NotHeld | Unlocked::Lost(_) | Unlocked::NotHeldOrLost if self.vague.contains(&entry) => {
+        match self.unlock_latest(owner, lock, ran) {
+            Unlocked::NotHeld | Unlocked::Lost(_) | Unlocked::NotHeldOrLost
+                if self.vague.contains(&entry) =>
+            {
                 Unlocked::NotHeldOrLost
             }
             Unlocked::NotHeld => match self.owed.get_mut(&entry).and_then(Vec::pop) {
@@ -229,28 +290,40 @@ impl Model {
         }
     }
 
-    fn unlock_latest(&mut self, holder: usize, lock: usize, ran: Span) -> Unlocked {
-        let Some(&latest) = self.latest.get(&(holder, lock)) else {
-            return self.unlock_unrecorded(holder, lock, ran);
+    fn unlock_latest(&mut self, owner: usize, lock: usize, ran: Span) -> Unlocked {
+        let Some(&latest) = self.latest.get(&(owner, lock)) else {
+            return self.unlock_unrecorded(owner, lock, ran);
         };
         let possession = &self.possessions[latest];
         if let Some((id, _)) = possession.holds.iter().rev().find(|(_, guarded)| !guarded) {
-            let hold = Hold { possession: latest, id: *id };
-            return self.give_back(hold, ran).map_or_else(Unlocked::Lost, |()| Unlocked::Freed);
+            let hold = Hold {
+                possession: latest,
+                id: *id,
+            };
+            return self
+                .give_back(hold, ran)
+                .map_or_else(Unlocked::Lost, |()| Unlocked::Freed);
         }
-        let mut entry = self.possessions.iter().filter(|other| (other.holder, other.lock) == (holder, lock));
+        let mut entry = self
+            .possessions
+            .iter()
+            .filter(|other| (other.owner, other.lock) == (owner, lock));
         match possession.lost {
-            _ if possession.base > 0 => self.unlock_unrecorded(holder, lock, ran),
+            _ if possession.base > 0 => self.unlock_unrecorded(owner, lock, ran),
             Some(reason) if entry.any(|other| !other.holds.is_empty()) => Unlocked::Lost(reason),
             Some(_) => Unlocked::NotHeldOrLost,
             None => Unlocked::NotHeld,
         }
     }
 
-    fn unlock_unrecorded(&mut self, holder: usize, lock: usize, ran: Span) -> Unlocked {
-        let live = self.latest.get(&(holder, lock)).copied().filter(|at| self.possessions[*at].is_live());
+    fn unlock_unrecorded(&mut self, owner: usize, lock: usize, ran: Span) -> Unlocked {
+        let live = self
+            .latest
+            .get(&(owner, lock))
+            .copied()
+            .filter(|at| self.possessions[*at].is_live());
         let recorded = live.map_or(0, |live| self.possessions[live].holds.len() as u64);
-        if !self.holders[holder].1 || self.count(holder, lock) <= recorded {
+        if !self.owners[owner].1 || self.count(owner, lock) <= recorded {
             return Unlocked::NotHeld;
         }
         if let Some(live) = live {
@@ -266,10 +339,14 @@ impl Model {
         Unlocked::Freed
     }
 
-    /// Frees the lock whoever has it; the holders in that client hear of it.
+    /// Frees the lock whoever has it; the owners in that client hear of it.
     pub fn force_unlock(&mut self, client: usize, lock: usize) -> bool {
-        for possession in self.possessions.iter_mut().filter(|possession| possession.lock == lock) {
-            if self.holders[possession.holder].0 == client && possession.is_live() {
+        for possession in self
+            .possessions
+            .iter_mut()
+            .filter(|possession| possession.lock == lock)
+        {
+            if self.owners[possession.owner].0 == client && possession.is_live() {
                 possession.lost = Some(LostReason::ForceUnlocked);
             }
         }
@@ -289,12 +366,19 @@ impl Model {
     }
 
     /// Another process hands a hold over.
-    pub fn plant(&mut self, holder: usize, lock: usize, count: u64, lease: Duration, ran: Span) {
-        self.locks[lock] = Some(Held { owner: holder, count, expires: ran.plus(lease, lease) });
+    pub fn plant(&mut self, owner: usize, lock: usize, count: u64, lease: Duration, ran: Span) {
+        self.locks[lock] = Some(Held {
+            owner,
+            count,
+            expires: ran.plus(lease, lease),
+        });
     }
 
     /// Who had to do with which lock.
     pub fn entries(&self) -> HashSet<(usize, usize)> {
-        self.possessions.iter().map(|possession| (possession.holder, possession.lock)).collect()
+        self.possessions
+            .iter()
+            .map(|possession| (possession.owner, possession.lock))
+            .collect()
     }
 }

@@ -59,7 +59,8 @@ enum Step {
     Expire,
 }
 
-/// A lock: its owner, the count, and between which two moments it expires (ms since the case began).
+/// A lock: its owner, the count, and between which two moments it expires (ms since the case
+/// began).
 type State = Option<(usize, i64, (i64, i64))>;
 
 /// What a call answers, and how often it has to be published that the lock is free.
@@ -76,15 +77,33 @@ fn is(code: i64, detail: impl ToString) -> Answer {
 
 /// What a call does by its header.
 fn apply(state: &mut State, step: &Step, ran: (i64, i64)) -> Answer {
-    let longer = |expires: (i64, i64), lease: i64| (expires.0.max(ran.0 + lease), expires.1.max(ran.1 + lease));
+    let longer = |expires: (i64, i64), lease: i64| {
+        (expires.0.max(ran.0 + lease), expires.1.max(ran.1 + lease))
+    };
     match (step, state.as_mut()) {
-        (Step::Acquire { owner, lease, before: 0, target }, None) => {
+        (
+            Step::Acquire {
+                owner,
+                lease,
+                before: 0,
+                target,
+            },
+            None,
+        ) => {
             *state = Some((*owner, *target, (ran.0 + lease, ran.1 + lease)));
             is(1, target)
         }
         (Step::Acquire { .. }, None) => is(2, 0),
         (Step::Acquire { owner, .. }, Some((other, ..))) if owner != other => Answer::Held,
-        (Step::Acquire { lease, before, target, .. }, Some((_, count, expires))) => {
+        (
+            Step::Acquire {
+                lease,
+                before,
+                target,
+                ..
+            },
+            Some((_, count, expires)),
+        ) => {
             if count != before && count != target {
                 return is(2, count);
             }
@@ -138,19 +157,44 @@ impl Bench {
         let subscribe = cmd("PSUBSCRIBE").arg("*").get_packed_command();
         listener.send_packed_command(&subscribe).unwrap();
         listener.recv_response().unwrap();
-        Self { caller: server.connection(), listener, _server: server }
+        Self {
+            caller: server.connection(),
+            listener,
+            _server: server,
+        }
     }
 
     fn call(&mut self, name: &str, step: &Step) -> (i64, String) {
         let channel = channel(name);
         let number = |number: &i64| number.to_string();
         let (script, row) = match step {
-            Step::Acquire { owner, lease, before, target } => {
-                (ACQUIRE, vec![OWNERS[*owner].to_owned(), number(lease), number(before), number(target)])
-            }
-            Step::Release { owner, lease, leave } => {
-                (RELEASE, vec![OWNERS[*owner].to_owned(), channel, number(lease), number(leave)])
-            }
+            Step::Acquire {
+                owner,
+                lease,
+                before,
+                target,
+            } => (
+                ACQUIRE,
+                vec![
+                    OWNERS[*owner].to_owned(),
+                    number(lease),
+                    number(before),
+                    number(target),
+                ],
+            ),
+            Step::Release {
+                owner,
+                lease,
+                leave,
+            } => (
+                RELEASE,
+                vec![
+                    OWNERS[*owner].to_owned(),
+                    channel,
+                    number(lease),
+                    number(leave),
+                ],
+            ),
             Step::Renew { owner, lease } => (RENEW, vec![OWNERS[*owner].to_owned(), number(lease)]),
             Step::ForceUnlock => (FORCE_UNLOCK, vec![String::new(), channel]),
             Step::Count { owner } => (COUNT, vec![OWNERS[*owner].to_owned()]),
@@ -158,18 +202,27 @@ impl Bench {
         };
         let mut command = cmd("EVAL");
         command.arg(script).arg(1).arg(name).arg("ticket").arg(row);
-        let (ticket, code, detail): (String, i64, Value) = command.query(&mut self.caller).expect("an answer");
+        let (ticket, code, detail): (String, i64, Value) =
+            command.query(&mut self.caller).expect("an answer");
         assert_eq!(ticket, "ticket");
-        (code, redis::from_redis_value(detail).expect("a text or a number"))
+        (
+            code,
+            redis::from_redis_value(detail).expect("a text or a number"),
+        )
     }
 
     /// How often it was published since the last time that the lock is free.
     fn heard(&mut self, name: &str) -> usize {
         const END: &str = "that is all";
-        cmd("PUBLISH").arg(channel(name)).arg(END).exec(&mut self.caller).unwrap();
+        cmd("PUBLISH")
+            .arg(channel(name))
+            .arg(END)
+            .exec(&mut self.caller)
+            .unwrap();
         let mut heard = 0;
         loop {
-            let message: Vec<String> = redis::from_redis_value(self.listener.recv_response().unwrap()).unwrap();
+            let message: Vec<String> =
+                redis::from_redis_value(self.listener.recv_response().unwrap()).unwrap();
             match (message[2] == channel(name), message[3].as_str()) {
                 (true, END) => return heard,
                 // A case that has failed leaves its own unheard.
@@ -185,12 +238,23 @@ impl Bench {
         let mut state: State = None;
         let mut freed = 0;
         for (step, twice) in steps {
-            let count = |owner: &usize| state.filter(|(other, ..)| owner == other).map_or(0, |(_, count, _)| count);
+            let count = |owner: &usize| {
+                state
+                    .filter(|(other, ..)| owner == other)
+                    .map_or(0, |(_, count, _)| count)
+            };
             let step = match step {
                 Step::Expire => {
-                    cmd("PEXPIRE").arg(name).arg(1).exec(&mut self.caller).unwrap();
+                    cmd("PEXPIRE")
+                        .arg(name)
+                        .arg(1)
+                        .exec(&mut self.caller)
+                        .unwrap();
                     wait_until("the key is gone", Duration::from_secs(10), || {
-                        !cmd("EXISTS").arg(name).query::<bool>(&mut self.caller).unwrap()
+                        !cmd("EXISTS")
+                            .arg(name)
+                            .query::<bool>(&mut self.caller)
+                            .unwrap()
                     });
                     state = None;
                     continue;
@@ -198,11 +262,18 @@ impl Bench {
                 Step::Reenter { owner, lease } => {
                     let before = count(owner);
                     let target = before.saturating_add(1);
-                    Step::Acquire { owner: *owner, lease: *lease, before, target }
+                    Step::Acquire {
+                        owner: *owner,
+                        lease: *lease,
+                        before,
+                        target,
+                    }
                 }
-                Step::GiveBack { owner, lease } => {
-                    Step::Release { owner: *owner, lease: *lease, leave: (count(owner) - 1).max(0) }
-                }
+                Step::GiveBack { owner, lease } => Step::Release {
+                    owner: *owner,
+                    lease: *lease,
+                    leave: (count(owner) - 1).max(0),
+                },
                 step => step.clone(),
             };
             for time in 0..=usize::from(*twice) {
@@ -228,11 +299,16 @@ impl Bench {
                     let content = |state: State| state.map(|(owner, count, _)| (owner, count));
                     prop_assert_eq!(content(state), content(before), "{}", &context);
                 }
-                self.look(name, state, &now).map_err(|error| TestCaseError::fail(format!("{context}: {error}")))?;
+                self.look(name, state, &now)
+                    .map_err(|error| TestCaseError::fail(format!("{context}: {error}")))?;
             }
         }
         let heard = self.heard(name);
-        prop_assert_eq!(heard, freed, "it was told once each time that the lock is free");
+        prop_assert_eq!(
+            heard,
+            freed,
+            "it was told once each time that the lock is free"
+        );
         cmd("DEL").arg(name).exec(&mut self.caller).unwrap();
         Ok(())
     }
@@ -242,13 +318,17 @@ impl Bench {
         let from = now();
         let mut pipe = redis::pipe();
         pipe.atomic().hgetall(name).pttl(name);
-        let (fields, pttl): (Vec<(String, i64)>, i64) = pipe.query(&mut self.caller).expect("an answer");
+        let (fields, pttl): (Vec<(String, i64)>, i64) =
+            pipe.query(&mut self.caller).expect("an answer");
         match state {
             None => prop_assert_eq!((fields, pttl), (vec![], -2)),
             Some((owner, count, expires)) => {
                 prop_assert_eq!(fields, vec![(OWNERS[owner].to_owned(), count)]);
                 let (least, most) = (expires.0 - now() - SLACK, expires.1 - from + SLACK);
-                prop_assert!(pttl >= least.max(0) && pttl <= most, "{pttl} ms, not {least} to {most}");
+                prop_assert!(
+                    pttl >= least.max(0) && pttl <= most,
+                    "{pttl} ms, not {least} to {most}"
+                );
             }
         }
         Ok(())
@@ -259,7 +339,15 @@ fn step() -> impl Strategy<Value = Step> {
     let owner = || prop_oneof![3 => Just(0_usize), 1 => 1..OWNERS.len()];
     let lease = || prop_oneof![60_000..600_000_i64, Just(315_360_000_000_i64)];
     // Lua's own numbers are exact to 2^53 only.
-    let large = || prop::sample::select(vec![(1_i64 << 53) - 1, 1 << 53, (1 << 53) + 1, i64::MAX - 1, i64::MAX]);
+    let large = || {
+        prop::sample::select(vec![
+            (1_i64 << 53) - 1,
+            1 << 53,
+            (1 << 53) + 1,
+            i64::MAX - 1,
+            i64::MAX,
+        ])
+    };
     let count = || prop_oneof![8 => 0..4_i64, 1 => 8..12_i64, 1 => large()];
     prop_oneof![
         4 => (owner(), lease(), count(), count())
@@ -277,7 +365,14 @@ fn step() -> impl Strategy<Value = Step> {
 #[test]
 fn every_script_does_what_its_header_says_however_often_it_is_sent() {
     let bench = Mutex::new(Bench::new());
-    check(300, prop::collection::vec((step(), any::<bool>()), 1..30), |steps| {
-        bench.lock().unwrap_or_else(PoisonError::into_inner).follow(&steps)
-    });
+    check(
+        300,
+        prop::collection::vec((step(), any::<bool>()), 1..30),
+        |steps| {
+            bench
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .follow(&steps)
+        },
+    );
 }

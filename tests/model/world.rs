@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use proptest::test_runner::TestCaseError;
 use proptest::{prop_assert, prop_assert_eq};
 use redis::{Connection, cmd};
-use redisson_lock::{Error, Holder, HolderExt, LockClient, LockGuard, LostReason, ReentrantLock};
+use redisson_lock::{Error, LockClient, LockGuard, LostReason, Owner, OwnerExt, ReentrantLock};
 
 use crate::questions::assert_left;
 use crate::reference::{Held, Hold, Model, Span, Unlocked, WATCHDOG};
@@ -36,8 +36,13 @@ impl Bench {
     pub async fn new() -> Self {
         let server = Server::start();
         // Nothing is looked after within a case: what a client learns, it learns by its own calls.
-        let builder = LockClient::builder().watchdog_timeout(WATCHDOG).command_timeout(LIMIT);
-        let (one, other) = (builder.clone().connect(&server.url()).await, builder.connect(&server.url()).await);
+        let builder = LockClient::builder()
+            .watchdog_timeout(WATCHDOG)
+            .command_timeout(LIMIT);
+        let (one, other) = (
+            builder.clone().connect(&server.url()).await,
+            builder.connect(&server.url()).await,
+        );
         Self {
             observer: Mutex::new(server.connection()),
             clients: [one.expect("a client"), other.expect("a client")],
@@ -60,7 +65,7 @@ pub struct Guarded {
 pub struct World<'a> {
     pub bench: &'a Bench,
     pub names: Vec<String>,
-    pub holders: Vec<Holder>,
+    pub owners: Vec<Owner>,
     pub guards: Vec<Guarded>,
     pub model: Model,
     steps: usize,
@@ -68,40 +73,68 @@ pub struct World<'a> {
 
 impl<'a> World<'a> {
     pub fn new(bench: &'a Bench) -> Self {
-        let mut holders = Vec::new();
+        let mut owners = Vec::new();
         let mut known = Vec::new();
         for client in 0..2 {
-            holders.extend([Holder::new(), Holder::new(), Holder::from_thread_id(7).expect("a holder")]);
+            owners.extend([
+                Owner::new(),
+                Owner::new(),
+                Owner::from_thread_id(7).expect("a owner"),
+            ]);
             known.extend([(client, false), (client, false), (client, true)]);
         }
         let names = (0..LOCKS).map(|_| unique("model")).collect();
-        Self { bench, names, holders, guards: vec![], model: Model::new(LOCKS, &known), steps: 0 }
+        Self {
+            bench,
+            names,
+            owners,
+            guards: vec![],
+            model: Model::new(LOCKS, &known),
+            steps: 0,
+        }
     }
 
     pub fn lock(&self, client: usize, lock: usize) -> ReentrantLock {
         self.bench.clients[client].lock(&self.names[lock])
     }
 
-    /// A lock in the hands of a holder's client.
-    pub fn lock_of(&self, who: usize, lock: usize) -> (ReentrantLock, Holder) {
-        (self.lock(self.model.holders[who].0, lock), self.holders[who])
+    /// A lock in the hands of a owner's client.
+    pub fn lock_of(&self, who: usize, lock: usize) -> (ReentrantLock, Owner) {
+        (self.lock(self.model.owners[who].0, lock), self.owners[who])
     }
 
-    pub fn owner(&self, who: usize) -> String {
-        format!("{}:{}", self.bench.clients[self.model.holders[who].0].client_id(), self.holders[who])
+    pub fn owner_field(&self, who: usize) -> String {
+        format!(
+            "{}:{}",
+            self.bench.clients[self.model.owners[who].0].client_id(),
+            self.owners[who]
+        )
     }
 
     /// Makes one step, and looks at everything that can be asked.
     pub async fn step(&mut self, op: &Op) -> Outcome {
         match *op {
-            Op::TryLock { who, lock, lease, wait } => self.try_lock(who % self.holders.len(), lock, lease, wait).await,
+            Op::TryLock {
+                who,
+                lock,
+                lease,
+                wait,
+            } => {
+                self.try_lock(who % self.owners.len(), lock, lease, wait)
+                    .await
+            }
             Op::TryLockAsNobody { client, lock } => self.try_lock_as_nobody(client, lock).await,
             Op::Race { one, other, lock } => {
-                self.race(one % self.holders.len(), other % self.holders.len(), lock).await
+                self.race(one % self.owners.len(), other % self.owners.len(), lock)
+                    .await
             }
-            Op::Run { who, lock } => self.run(who % self.holders.len(), lock).await,
-            Op::UnlockGuard { guard } if !self.guards.is_empty() => self.unlock_guard(guard % self.guards.len()).await,
-            Op::DropGuard { guard } if !self.guards.is_empty() => self.drop_guard(guard % self.guards.len()).await,
+            Op::Run { who, lock } => self.run(who % self.owners.len(), lock).await,
+            Op::UnlockGuard { guard } if !self.guards.is_empty() => {
+                self.unlock_guard(guard % self.guards.len()).await
+            }
+            Op::DropGuard { guard } if !self.guards.is_empty() => {
+                self.drop_guard(guard % self.guards.len()).await
+            }
             Op::Forget { guard } if !self.guards.is_empty() => {
                 let Guarded { hold, guard } = self.guards.remove(guard % self.guards.len());
                 guard.forget();
@@ -109,21 +142,30 @@ impl<'a> World<'a> {
                 Ok(())
             }
             Op::UnlockGuard { .. } | Op::DropGuard { .. } | Op::Forget { .. } => Ok(()),
-            Op::Unlock { who, lock } => self.unlock(who % self.holders.len(), lock).await.map(drop),
+            Op::Unlock { who, lock } => self.unlock(who % self.owners.len(), lock).await.map(drop),
             Op::ForceUnlock { client, lock } => {
                 let freed = self.lock(client, lock).force_unlock().await;
                 prop_assert_eq!(freed, Ok(self.model.force_unlock(client, lock)));
                 Ok(())
             }
             Op::Vanish { lock, expire } => self.vanish(lock, expire),
-            Op::Plant { client, lock, count } => self.plant(3 * client + 2, lock, count.into()),
+            Op::Plant {
+                client,
+                lock,
+                count,
+            } => self.plant(3 * client + 2, lock, count.into()),
         }?;
         for lock in 0..LOCKS {
             self.look(lock)?;
         }
         self.steps += 1;
         // In turns, as every question takes its time.
-        self.ask(self.steps % LOCKS, self.steps / 2 % 2, self.steps / 4 % self.holders.len()).await?;
+        self.ask(
+            self.steps % LOCKS,
+            self.steps / 2 % 2,
+            self.steps / 4 % self.owners.len(),
+        )
+        .await?;
         self.look_at_guards()
     }
 
@@ -136,7 +178,10 @@ impl<'a> World<'a> {
         let entries: BTreeSet<_> = self.model.entries().into_iter().chain(public).collect();
         for (who, lock) in entries {
             // Until there is nothing to give back, and nothing to tell.
-            while !matches!(self.unlock(who, lock).await?, Unlocked::NotHeld | Unlocked::NotHeldOrLost) {}
+            while !matches!(
+                self.unlock(who, lock).await?,
+                Unlocked::NotHeld | Unlocked::NotHeldOrLost
+            ) {}
         }
         for lock in 0..LOCKS {
             prop_assert_eq!(&self.model.locks[lock], &None, "the model forgets nothing");
@@ -152,17 +197,21 @@ impl<'a> World<'a> {
             Lease::HalfAnHour => Some(WATCHDOG / 2),
             Lease::TwoHours => Some(2 * WATCHDOG),
             Lease::Short if free => return self.short(who, lock).await,
-            // Over a longer one a short lease changes nothing; unless that was handed over, of which the client knows
-            // no end.
+            // Over a longer one a short lease changes nothing; unless that was handed over, of
+            // which the client knows no end.
             Lease::Short if self.model.is_untouched(who, lock) => None,
             Lease::Short => Some(SHORT),
         };
-        let (real, holder) = self.lock_of(who, lock);
+        let (real, owner) = self.lock_of(who, lock);
         let from = Instant::now();
         let answer = if wait {
             let request = real.lock().wait(Duration::ZERO);
-            let request = if let Some(lease) = lease { request.lease(lease) } else { request };
-            match request.with_holder(holder).await {
+            let request = if let Some(lease) = lease {
+                request.lease(lease)
+            } else {
+                request
+            };
+            match request.with_owner(owner).await {
                 Err(error @ Error::Contended { .. }) => {
                     self.assert_contended(error, lock, from)?;
                     Ok(None)
@@ -171,19 +220,31 @@ impl<'a> World<'a> {
             }
         } else {
             let request = real.try_lock();
-            let request = if let Some(lease) = lease { request.lease(lease) } else { request };
-            request.with_holder(holder).await
+            let request = if let Some(lease) = lease {
+                request.lease(lease)
+            } else {
+                request
+            };
+            request.with_owner(owner).await
         };
-        let ran = Span { from, to: Instant::now() };
+        let ran = Span {
+            from,
+            to: Instant::now(),
+        };
         let hold = self.model.acquire(who, lock, lease, ran);
         self.take(who, answer, hold)
     }
 
     /// Compares an answer with what the model says, and keeps the guard.
-    fn take(&mut self, who: usize, answer: Result<Option<LockGuard>, Error>, hold: Option<Hold>) -> Outcome {
+    fn take(
+        &mut self,
+        who: usize,
+        answer: Result<Option<LockGuard>, Error>,
+        hold: Option<Hold>,
+    ) -> Outcome {
         match (answer, hold) {
             (Ok(Some(guard)), Some(hold)) => {
-                prop_assert_eq!(guard.holder(), self.holders[who]);
+                prop_assert_eq!(guard.owner(), self.owners[who]);
                 self.guards.push(Guarded { hold, guard });
             }
             (Ok(None), None) => {}
@@ -193,9 +254,19 @@ impl<'a> World<'a> {
     }
 
     fn assert_contended(&self, error: Error, lock: usize, from: Instant) -> Outcome {
-        let Error::Contended { lock: name, remaining_ttl, waited } = error else { unreachable!("it was looked at") };
+        let Error::Contended {
+            lock: name,
+            remaining_ttl,
+            waited,
+        } = error
+        else {
+            unreachable!("it was looked at")
+        };
         prop_assert_eq!(&name, &self.names[lock]);
-        let read = Span { from, to: Instant::now() };
+        let read = Span {
+            from,
+            to: Instant::now(),
+        };
         prop_assert!(waited <= read.to - read.from, "{waited:?}");
         match (&self.model.locks[lock], remaining_ttl) {
             (Some(held), Some(left)) => assert_left(left, held.expires, read),
@@ -208,14 +279,23 @@ impl<'a> World<'a> {
 
     /// A lease that runs out, without anybody's hand.
     async fn short(&mut self, who: usize, lock: usize) -> Outcome {
-        let (real, holder) = self.lock_of(who, lock);
+        let (real, owner) = self.lock_of(who, lock);
         let from = Instant::now();
-        let answer = real.try_lock().lease(SHORT).with_holder(holder).await;
-        let ran = Span { from, to: Instant::now() };
-        let hold = self.model.acquire(who, lock, Some(SHORT), ran).expect("it is free");
+        let answer = real.try_lock().lease(SHORT).with_owner(owner).await;
+        let ran = Span {
+            from,
+            to: Instant::now(),
+        };
+        let hold = self
+            .model
+            .acquire(who, lock, Some(SHORT), ran)
+            .expect("it is free");
         match answer {
             Ok(Some(guard)) => self.guards.push(Guarded { hold, guard }),
-            Err(Error::Lost { reason: LostReason::Expired, .. }) if from.elapsed() >= SHORT_IS_OVER => {
+            Err(Error::Lost {
+                reason: LostReason::Expired,
+                ..
+            }) if from.elapsed() >= SHORT_IS_OVER => {
                 let Span { from, to } = ran;
                 self.model.run_out(hold);
                 let _lost = self.model.give_back(hold, Span { from, to });
@@ -223,7 +303,11 @@ impl<'a> World<'a> {
             answer => prop_assert!(false, "{answer:?}"),
         }
         self.wait_for(lock, "the short lease is over", |count| count.is_none());
-        prop_assert!(from.elapsed() + Duration::from_millis(3) >= SHORT, "over after {:?}", from.elapsed());
+        prop_assert!(
+            from.elapsed() + Duration::from_millis(3) >= SHORT,
+            "over after {:?}",
+            from.elapsed()
+        );
         self.model.run_out(hold);
         Ok(())
     }
@@ -231,24 +315,47 @@ impl<'a> World<'a> {
     async fn try_lock_as_nobody(&mut self, client: usize, lock: usize) -> Outcome {
         let from = Instant::now();
         let answer = self.lock(client, lock).try_lock().await;
-        let ran = Span { from, to: Instant::now() };
-        self.model.holders.push((client, false));
-        let who = self.model.holders.len() - 1;
+        let ran = Span {
+            from,
+            to: Instant::now(),
+        };
+        self.model.owners.push((client, false));
+        let who = self.model.owners.len() - 1;
         // No scope has it, so what it forgets and loses need not be remembered.
         self.model.vague.insert((who, lock));
-        self.holders.push(answer.as_ref().ok().and_then(Option::as_ref).map_or_else(Holder::new, LockGuard::holder));
-        prop_assert!(self.holders.iter().filter(|holder| **holder == self.holders[who]).count() == 1, "a fresh holder");
+        self.owners.push(
+            answer
+                .as_ref()
+                .ok()
+                .and_then(Option::as_ref)
+                .map_or_else(Owner::new, LockGuard::owner),
+        );
+        prop_assert!(
+            self.owners
+                .iter()
+                .filter(|owner| **owner == self.owners[who])
+                .count()
+                == 1,
+            "a fresh owner"
+        );
         let hold = self.model.acquire(who, lock, None, ran);
         self.take(who, answer, hold)
     }
 
     /// Two at once: whoever comes first, both answers fit into one order.
     async fn race(&mut self, one: usize, other: usize, lock: usize) -> Outcome {
-        let ((first, holder), (second, rival)) = (self.lock_of(one, lock), self.lock_of(other, lock));
+        let ((first, owner), (second, rival)) =
+            (self.lock_of(one, lock), self.lock_of(other, lock));
         let from = Instant::now();
-        let requests = (first.try_lock().with_holder(holder), second.try_lock().with_holder(rival));
+        let requests = (
+            first.try_lock().with_owner(owner),
+            second.try_lock().with_owner(rival),
+        );
         let (first, second) = futures::join!(requests.0, requests.1);
-        let ran = Span { from, to: Instant::now() };
+        let ran = Span {
+            from,
+            to: Instant::now(),
+        };
         let mut answers = [(one, first), (other, second)];
         if matches!(answers[1].1, Ok(Some(_))) {
             answers.reverse();
@@ -262,12 +369,21 @@ impl<'a> World<'a> {
 
     /// The front door, with a nested one.
     async fn run(&mut self, who: usize, lock: usize) -> Outcome {
-        let (real, holder) = self.lock_of(who, lock);
+        let (real, owner) = self.lock_of(who, lock);
         let before = self.model.count(who, lock);
-        let nested = real.run(async { real.hold_count().await }).wait(Duration::ZERO);
+        let nested = real
+            .run(async { real.hold_count().await })
+            .wait(Duration::ZERO);
         let from = Instant::now();
-        let answer = real.run(nested).wait(Duration::ZERO).with_holder(holder).await;
-        let ran = Span { from, to: Instant::now() };
+        let answer = real
+            .run(nested)
+            .wait(Duration::ZERO)
+            .with_owner(owner)
+            .await;
+        let ran = Span {
+            from,
+            to: Instant::now(),
+        };
         let Some(hold) = self.model.acquire(who, lock, None, ran) else {
             let error = answer.err();
             prop_assert!(matches!(error, Some(Error::Contended { .. })), "{error:?}");
@@ -282,11 +398,21 @@ impl<'a> World<'a> {
         let Guarded { hold, guard } = self.guards.remove(at);
         let from = Instant::now();
         let answer = guard.unlock().await;
-        let expected = self.model.give_back(hold, Span { from, to: Instant::now() });
+        let expected = self.model.give_back(
+            hold,
+            Span {
+                from,
+                to: Instant::now(),
+            },
+        );
         self.assert_unlocked(answer, expected)
     }
 
-    fn assert_unlocked(&self, answer: Result<(), Error>, expected: Result<(), LostReason>) -> Outcome {
+    fn assert_unlocked(
+        &self,
+        answer: Result<(), Error>,
+        expected: Result<(), LostReason>,
+    ) -> Outcome {
         match answer {
             Ok(()) => prop_assert_eq!(expected, Ok(())),
             Err(Error::Lost { lock, reason }) => {
@@ -311,7 +437,12 @@ impl<'a> World<'a> {
         let locks = self.model.locks.clone();
         let _lost = self.model.give_back(hold, Span { from, to: from });
         if let Some(sibling) = guarded.first().filter(|_| stale) {
-            let sibling = &self.guards.iter().find(|other| other.hold == *sibling).expect("its guard").guard;
+            let sibling = &self
+                .guards
+                .iter()
+                .find(|other| other.hold == *sibling)
+                .expect("its guard")
+                .guard;
             wait_until_async("the loss is known", LIMIT, || async { sibling.is_lost() }).await;
         }
         for (lock, before) in locks.into_iter().enumerate() {
@@ -322,13 +453,16 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// Waits until the server has what the model says; and until then the release may set an expiry.
+    /// Waits until the server has what the model says; and until then the release may set an
+    /// expiry.
     async fn settled(&mut self, lock: usize, before: Held) {
         let expected = self.model.locks[lock].as_ref().map(|held| held.count);
         if expected == Some(before.count) {
             return;
         }
-        self.wait_for(lock, "the dropped guard is released", |count| count == expected);
+        self.wait_for(lock, "the dropped guard is released", |count| {
+            count == expected
+        });
         let now = Instant::now();
         if let Some(held) = &mut self.model.locks[lock] {
             held.expires.to = held.expires.to.max(now + 2 * WATCHDOG);
@@ -336,10 +470,17 @@ impl<'a> World<'a> {
     }
 
     async fn unlock(&mut self, who: usize, lock: usize) -> Outcome<Unlocked> {
-        let (real, holder) = self.lock_of(who, lock);
+        let (real, owner) = self.lock_of(who, lock);
         let from = Instant::now();
-        let answer = real.unlock().with_holder(holder).await;
-        let expected = self.model.unlock(who, lock, Span { from, to: Instant::now() });
+        let answer = real.unlock().with_owner(owner).await;
+        let expected = self.model.unlock(
+            who,
+            lock,
+            Span {
+                from,
+                to: Instant::now(),
+            },
+        );
         let more = match expected {
             Unlocked::Freed => Ok(()),
             Unlocked::Lost(reason) => Err(Some(reason)),
@@ -347,7 +488,8 @@ impl<'a> World<'a> {
         };
         match &answer {
             Ok(()) => prop_assert_eq!(expected, Unlocked::Freed),
-            Err(Error::Lost { .. } | Error::NotHeld { .. }) if expected == Unlocked::NotHeldOrLost => {}
+            Err(Error::Lost { .. } | Error::NotHeld { .. })
+                if expected == Unlocked::NotHeldOrLost => {}
             Err(Error::Lost { reason, .. }) => prop_assert_eq!(more, Err(Some(*reason))),
             Err(Error::NotHeld { lock: name, .. }) => {
                 prop_assert_eq!(expected, Unlocked::NotHeld);
@@ -365,13 +507,15 @@ impl<'a> World<'a> {
         if expire {
             command.arg(1);
         }
-        command.exec(&mut *self.bench.observer()).expect("an answer");
+        command
+            .exec(&mut *self.bench.observer())
+            .expect("an answer");
         self.wait_for(lock, "the key is gone", |count| count.is_none());
         self.model.vanish(lock);
         Ok(())
     }
 
-    /// Another process hands holds over to a holder that has not been here.
+    /// Another process hands holds over to a owner that has not been here.
     fn plant(&mut self, who: usize, lock: usize, count: u64) -> Outcome {
         if self.model.locks[lock].is_some() || !self.model.is_untouched(who, lock) {
             return Ok(());
@@ -379,10 +523,20 @@ impl<'a> World<'a> {
         let lease = WATCHDOG / 4;
         let from = Instant::now();
         let mut pipe = redis::pipe();
-        pipe.atomic().hset(&self.names[lock], self.owner(who), count);
+        pipe.atomic()
+            .hset(&self.names[lock], self.owner_field(who), count);
         pipe.pexpire(&self.names[lock], lease.as_millis() as i64);
         pipe.exec(&mut *self.bench.observer()).expect("an answer");
-        self.model.plant(who, lock, count, lease, Span { from, to: Instant::now() });
+        self.model.plant(
+            who,
+            lock,
+            count,
+            lease,
+            Span {
+                from,
+                to: Instant::now(),
+            },
+        );
         Ok(())
     }
 }

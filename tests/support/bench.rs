@@ -13,7 +13,8 @@ use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LostReason,
 use super::observe;
 use super::server::{Server, unique, wait_until};
 
-/// How long anything may take that needs no lease to run out; far below the leases that the tests leave alone.
+/// How long anything may take that needs no lease to run out; far below the leases that the tests
+/// leave alone.
 pub const LIMIT: Duration = Duration::from_secs(10);
 
 /// The lease of locks that are to be renewed, or to run out, while a test looks on.
@@ -40,7 +41,8 @@ impl Bench {
         Self::on(Server::start(), builder).await
     }
 
-    /// On the server named by `REDIS_URL`, if there is one: for tests that do not mind what others do there.
+    /// On the server named by `REDIS_URL`, if there is one: for tests that do not mind what others
+    /// do there.
     pub async fn shared(builder: LockClientBuilder) -> Self {
         Self::on(Server::shared_or_start(), builder).await
     }
@@ -48,11 +50,17 @@ impl Bench {
     async fn on(server: Server, builder: LockClientBuilder) -> Self {
         let client = builder.connect(&server.url()).await.unwrap();
         let name = unique("stock");
-        Self { lock: client.lock(&name), observer: server.connection(), server, client, name }
+        Self {
+            lock: client.lock(&name),
+            observer: server.connection(),
+            server,
+            client,
+            name,
+        }
     }
 
     pub fn fields(&mut self) -> HashMap<String, i64> {
-        observe::owners(&mut self.observer, &self.name)
+        observe::owner_counts(&mut self.observer, &self.name)
     }
 
     /// The hold count of whoever holds the lock, 0 if nobody does.
@@ -82,8 +90,17 @@ impl Bench {
     /// Takes the lock away for another owner.
     pub fn steal(&mut self) {
         self.delete();
-        cmd("HSET").arg(&self.name).arg(THIEF).arg(1).exec(&mut self.observer).unwrap();
-        cmd("PEXPIRE").arg(&self.name).arg(30_000).exec(&mut self.observer).unwrap();
+        cmd("HSET")
+            .arg(&self.name)
+            .arg(THIEF)
+            .arg(1)
+            .exec(&mut self.observer)
+            .unwrap();
+        cmd("PEXPIRE")
+            .arg(&self.name)
+            .arg(30_000)
+            .exec(&mut self.observer)
+            .unwrap();
     }
 
     #[track_caller]
@@ -110,5 +127,7 @@ pub fn assert_not_held(answer: Result<(), Error>) {
 }
 
 pub async fn why_lost(guard: &LockGuard) -> LostReason {
-    tokio::time::timeout(LIMIT, guard.lost()).await.expect("the loss is told")
+    tokio::time::timeout(LIMIT, guard.lost())
+        .await
+        .expect("the loss is told")
 }

@@ -81,7 +81,10 @@ impl PeerError {
     pub const BAD_REPLY: &str = "PeerBadReply";
 
     fn new(class: &str, message: String) -> Self {
-        Self { class: class.to_owned(), message }
+        Self {
+            class: class.to_owned(),
+            message,
+        }
     }
 }
 
@@ -109,7 +112,8 @@ impl Options {
 
     /// The lease of a lock taken without one; it is renewed every third of this.
     pub fn watchdog(mut self, timeout: Duration) -> Self {
-        self.fields.insert("watchdogMs".to_owned(), millis(timeout).into());
+        self.fields
+            .insert("watchdogMs".to_owned(), millis(timeout).into());
         self
     }
 
@@ -167,8 +171,9 @@ impl Peer {
     /// When the build fails, or the process does not answer: only missing tools are a [`Skip`].
     pub async fn start(version: &str) -> Result<Self, Skip> {
         let wanted = version.to_owned();
-        let mut command =
-            task::spawn_blocking(move || java(&wanted)).await.expect("the preparation of the peer panicked")?;
+        let mut command = task::spawn_blocking(move || java(&wanted))
+            .await
+            .expect("the preparation of the peer panicked")?;
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -182,10 +187,17 @@ impl Peer {
             child.stderr.take().expect("stderr is piped"),
         );
         // From here on a panic drops the peer, which ends the process.
-        let peer = Self { version: version.to_owned(), child: Mutex::new(child), wire };
+        let peer = Self {
+            version: version.to_owned(),
+            child: Mutex::new(child),
+            wire,
+        };
         let running = peer.wire.call("version", Map::new(), CALL_LIMIT).await;
         let running = running.unwrap_or_else(|error| panic!("the peer does not start: {error}"));
-        assert_eq!(running.value, version, "the peer runs another Redisson than asked for");
+        assert_eq!(
+            running.value, version,
+            "the peer runs another Redisson than asked for"
+        );
         Clock::compare(&peer.wire).await;
         Ok(peer)
     }
@@ -201,7 +213,12 @@ impl Peer {
     }
 
     /// Opens a Redisson client. Its name is the peer's own; Redisson's is [`PeerClient::id`].
-    pub async fn client(&self, name: &str, url: &str, options: Options) -> Result<PeerClient, PeerError> {
+    pub async fn client(
+        &self,
+        name: &str,
+        url: &str,
+        options: Options,
+    ) -> Result<PeerClient, PeerError> {
         let mut fields = options.fields;
         fields.insert("client".to_owned(), name.into());
         fields.insert("url".to_owned(), url.into());
@@ -242,7 +259,11 @@ pub struct PeerClient {
 impl PeerClient {
     /// A Java thread of this client, made at its first command. The same name is the same thread.
     pub fn thread(&self, name: &str) -> PeerThread {
-        PeerThread { name: name.to_owned(), client: self.clone(), limit: CALL_LIMIT }
+        PeerThread {
+            name: name.to_owned(),
+            client: self.clone(),
+            limit: CALL_LIMIT,
+        }
     }
 
     /// Shuts the client down. Waiting calls of its threads are interrupted; nothing is unlocked.
@@ -268,7 +289,10 @@ pub struct PeerThread {
 impl PeerThread {
     /// The same thread with another limit for each call.
     pub fn within(&self, limit: Duration) -> Self {
-        Self { limit, ..self.clone() }
+        Self {
+            limit,
+            ..self.clone()
+        }
     }
 
     /// `RLock.lock()`: waits for ever, renewed by the watchdog.
@@ -286,9 +310,17 @@ impl PeerThread {
 
     /// `RLock.tryLock(wait)`, or `RLock.tryLock(wait, lease)`, which is not renewed. The limit for
     /// the call counts from the end of the wait.
-    pub async fn try_lock(&self, name: &str, wait: Duration, lease: Option<Duration>) -> Result<bool, PeerError> {
+    pub async fn try_lock(
+        &self,
+        name: &str,
+        wait: Duration,
+        lease: Option<Duration>,
+    ) -> Result<bool, PeerError> {
         let fields = json!({ "name": name, "waitMs": millis(wait), "leaseMs": lease.map(millis) });
-        self.within(self.limit + wait).call("tryLock", fields).await?.typed(Value::as_bool)
+        self.within(self.limit + wait)
+            .call("tryLock", fields)
+            .await?
+            .typed(Value::as_bool)
     }
 
     /// `RLock.unlock()`: an `IllegalMonitorStateException` where this thread is not the owner,
@@ -310,14 +342,18 @@ impl PeerThread {
 
     /// `RLock.isHeldByCurrentThread()`.
     pub async fn is_held(&self, name: &str) -> Result<bool, PeerError> {
-        self.ask("isHeldByCurrentThread", name).await?.typed(Value::as_bool)
+        self.ask("isHeldByCurrentThread", name)
+            .await?
+            .typed(Value::as_bool)
     }
 
     /// `RLock.isHeldByThread(id)`: whether that thread id holds it through this client. 3.8.1 has
     /// no such method; there the peer looks at the lock's field itself.
     pub async fn is_held_by(&self, name: &str, thread_id: i64) -> Result<bool, PeerError> {
         let fields = json!({ "name": name, "threadId": thread_id });
-        self.call("isHeldByThread", fields).await?.typed(Value::as_bool)
+        self.call("isHeldByThread", fields)
+            .await?
+            .typed(Value::as_bool)
     }
 
     /// `RLock.getHoldCount()`: how often this thread holds it.
@@ -327,7 +363,9 @@ impl PeerThread {
 
     /// `RLock.remainTimeToLive()` in milliseconds: -2 where it is free, -1 without an expiry.
     pub async fn remaining_ttl(&self, name: &str) -> Result<i64, PeerError> {
-        self.ask("remainTimeToLive", name).await?.typed(Value::as_i64)
+        self.ask("remainTimeToLive", name)
+            .await?
+            .typed(Value::as_i64)
     }
 
     /// Does n times: lock, GET the counter, SET it to one more, unlock. The counter is decimal
@@ -341,7 +379,9 @@ impl PeerThread {
     /// `InterruptedException`; a `lock` goes on waiting, except in 3.8.1, where it returns without
     /// the lock and without an error. False, without effect, where the thread is in no call.
     pub async fn interrupt(&self) -> Result<bool, PeerError> {
-        self.call("interrupt", json!({})).await?.typed(Value::as_bool)
+        self.call("interrupt", json!({}))
+            .await?
+            .typed(Value::as_bool)
     }
 
     /// The thread's id in Java: the second half of `OWNER`. Answered while the thread waits, too.
@@ -356,7 +396,9 @@ impl PeerThread {
 
     /// Any command of the protocol, with the moment at which Java came back from it.
     pub async fn call(&self, op: &str, fields: Value) -> Result<Reply, PeerError> {
-        let Value::Object(mut fields) = fields else { panic!("the fields of a command are an object") };
+        let Value::Object(mut fields) = fields else {
+            panic!("the fields of a command are an object")
+        };
         fields.insert("client".to_owned(), self.client.name.clone().into());
         fields.insert("thread".to_owned(), self.name.clone().into());
         self.client.wire.call(op, fields, self.limit).await
@@ -379,7 +421,9 @@ pub struct Reply {
 
 impl Reply {
     fn typed<T>(&self, read: impl Fn(&Value) -> Option<T>) -> Result<T, PeerError> {
-        read(&self.value).ok_or_else(|| PeerError::new(PeerError::BAD_REPLY, format!("unexpected {}", self.value)))
+        read(&self.value).ok_or_else(|| {
+            PeerError::new(PeerError::BAD_REPLY, format!("unexpected {}", self.value))
+        })
     }
 }
 
@@ -404,14 +448,21 @@ impl Clock {
                 .unwrap_or_else(|error| panic!("the peer does not answer: {error}"));
             if took < quickest {
                 quickest = took;
-                *lock(&wire.clock) = Self { here: sent + took / 2, there };
+                *lock(&wire.clock) = Self {
+                    here: sent + took / 2,
+                    there,
+                };
             }
         }
     }
 
     fn instant(&self, ns: i64) -> Instant {
         let apart = Duration::from_nanos(ns.abs_diff(self.there));
-        if ns >= self.there { self.here + apart } else { self.here - apart }
+        if ns >= self.there {
+            self.here + apart
+        } else {
+            self.here - apart
+        }
     }
 }
 
@@ -431,14 +482,22 @@ struct Wire {
 }
 
 impl Wire {
-    fn new(version: &str, stdin: ChildStdin, stdout: ChildStdout, stderr: ChildStderr) -> Arc<Self> {
+    fn new(
+        version: &str,
+        stdin: ChildStdin,
+        stdout: ChildStdout,
+        stderr: ChildStderr,
+    ) -> Arc<Self> {
         let wire = Arc::new(Self {
             version: version.to_owned(),
             stdin: Mutex::new(stdin),
             waiting: Mutex::new(Some(HashMap::new())),
             next_id: AtomicU64::new(1),
             // Compared right after the start.
-            clock: Mutex::new(Clock { here: Instant::now(), there: 0 }),
+            clock: Mutex::new(Clock {
+                here: Instant::now(),
+                there: 0,
+            }),
             log: Mutex::new(VecDeque::new()),
         });
         // Threads and not tasks: a reply must be read while a test blocks its runtime's thread,
@@ -455,7 +514,12 @@ impl Wire {
         wire
     }
 
-    async fn call(&self, op: &str, mut fields: Map<String, Value>, limit: Duration) -> Result<Reply, PeerError> {
+    async fn call(
+        &self,
+        op: &str,
+        mut fields: Map<String, Value>,
+        limit: Duration,
+    ) -> Result<Reply, PeerError> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         fields.insert("id".to_owned(), id.into());
         fields.insert("op".to_owned(), op.into());
@@ -478,7 +542,10 @@ impl Wire {
                     waiting.remove(&id);
                 }
                 let what = format!("no reply within {limit:?}");
-                Err(PeerError::new(PeerError::TIMEOUT, self.report(&what, &command)))
+                Err(PeerError::new(
+                    PeerError::TIMEOUT,
+                    self.report(&what, &command),
+                ))
             }
         }
     }
@@ -486,7 +553,9 @@ impl Wire {
     fn read_replies(&self, stdout: impl Read) {
         for line in BufReader::new(stdout).lines().map_while(Result::ok) {
             let reply = serde_json::from_str(&line).unwrap_or(Value::Null);
-            let answer = reply["id"].as_u64().and_then(|id| lock(&self.waiting).as_mut()?.remove(&id));
+            let answer = reply["id"]
+                .as_u64()
+                .and_then(|id| lock(&self.waiting).as_mut()?.remove(&id));
             match answer {
                 // Nobody may be waiting any more: that is the caller's choice.
                 Some(answer) => drop(answer.send(self.parse(&reply))),
@@ -499,7 +568,10 @@ impl Wire {
     fn parse(&self, reply: &Value) -> Result<Reply, PeerError> {
         let text = |name: &str| reply[name].as_str().unwrap_or_default().to_owned();
         match (reply["ok"].as_bool(), reply["ns"].as_i64()) {
-            (Some(true), Some(ns)) => Ok(Reply { value: reply["value"].clone(), at: lock(&self.clock).instant(ns) }),
+            (Some(true), Some(ns)) => Ok(Reply {
+                value: reply["value"].clone(),
+                at: lock(&self.clock).instant(ns),
+            }),
             (Some(false), _) => Err(PeerError::new(&text("error"), text("message"))),
             _ => Err(PeerError::new(PeerError::BAD_REPLY, reply.to_string())),
         }
@@ -520,7 +592,10 @@ impl Wire {
     }
 
     fn gone(&self, command: &Value) -> PeerError {
-        PeerError::new(PeerError::GONE, self.report("the process has ended", command))
+        PeerError::new(
+            PeerError::GONE,
+            self.report("the process has ended", command),
+        )
     }
 
     fn report(&self, what: &str, command: &Value) -> String {
@@ -536,17 +611,34 @@ impl Wire {
 /// The command that runs the peer, built first where needed.
 fn java(version: &str) -> Result<Command, Skip> {
     let jar = script("build-peer", &[version])?;
-    let home = if version == OLD_JDK_VERSION { Some(script("jdk11", &[])?) } else { env::var("JAVA_HOME").ok() };
+    let home = if version == OLD_JDK_VERSION {
+        Some(script("jdk11", &[])?)
+    } else {
+        env::var("JAVA_HOME").ok()
+    };
     let mut command = Command::new(home.map_or("java".into(), |home| format!("{home}/bin/java")));
     // For a short life next to others: a quick start and few threads.
-    command.args(["-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", "-Xmx256m", "-jar", &jar]);
+    command.args([
+        "-XX:+UseSerialGC",
+        "-XX:TieredStopAtLevel=1",
+        "-Xshare:auto",
+        "-Xmx256m",
+        "-jar",
+        &jar,
+    ]);
     Ok(command)
 }
 
 /// Runs a script of `tests/interop` and returns the line that it prints.
 fn script(name: &str, args: &[&str]) -> Result<String, Skip> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/interop").join(name);
-    let Output { status, stdout, stderr } = Command::new(&path)
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/interop")
+        .join(name);
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = Command::new(&path)
         .args(args)
         .stdin(Stdio::null())
         .output()

@@ -1,4 +1,4 @@
-//! What an independent connection sees of a lock and of its server, and what a guard's holder hears.
+//! What an independent connection sees of a lock and of its server, and what a guard's owner hears.
 
 // Every test binary includes this module and uses a part of it.
 #![allow(dead_code)]
@@ -10,20 +10,20 @@ use std::time::{Duration, Instant};
 
 use futures::{FutureExt, poll};
 use redis::{Connection, cmd};
-use redisson_lock::{Holder, LockClient, LockGuard, LostReason};
+use redisson_lock::{LockClient, LockGuard, LostReason, Owner};
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
 /// Who holds the lock: owner fields and hold counts.
-pub fn owners(redis: &mut Connection, lock: &str) -> HashMap<String, i64> {
+pub fn owner_counts(redis: &mut Connection, lock: &str) -> HashMap<String, i64> {
     cmd("HGETALL").arg(lock).query(redis).unwrap()
 }
 
-/// The field of this holder.
-pub fn owner(client: &LockClient, holder: Holder) -> String {
-    format!("{}:{holder}", client.client_id())
+/// The field of this owner.
+pub fn owner_field(client: &LockClient, owner: Owner) -> String {
+    format!("{}:{owner}", client.client_id())
 }
 
 pub fn exists(redis: &mut Connection, lock: &str) -> bool {
@@ -37,25 +37,45 @@ pub fn pttl(redis: &mut Connection, lock: &str) -> i64 {
 
 /// How many channels are subscribed.
 pub fn channels(redis: &mut Connection) -> usize {
-    cmd("PUBSUB").arg("CHANNELS").query::<Vec<String>>(redis).unwrap().len()
+    cmd("PUBSUB")
+        .arg("CHANNELS")
+        .query::<Vec<String>>(redis)
+        .unwrap()
+        .len()
 }
 
 /// How many connections listen for the lock.
 pub fn subscribers(redis: &mut Connection, lock: &str) -> usize {
     let channel = format!("redisson_lock__channel:{{{lock}}}");
-    cmd("PUBSUB").arg("NUMSUB").arg(channel).query::<(String, usize)>(redis).unwrap().1
+    cmd("PUBSUB")
+        .arg("NUMSUB")
+        .arg(channel)
+        .query::<(String, usize)>(redis)
+        .unwrap()
+        .1
 }
 
 /// Connections to the server, the one that asks among them.
 pub fn connections(redis: &mut Connection) -> usize {
-    cmd("CLIENT").arg("LIST").query::<String>(redis).unwrap().lines().count()
+    cmd("CLIENT")
+        .arg("LIST")
+        .query::<String>(redis)
+        .unwrap()
+        .lines()
+        .count()
 }
 
 /// A number from `INFO`: the field of the line that begins so. 0 where it is not told.
 pub fn info(redis: &mut Connection, section: &str, prefix: &str, field: &str) -> u64 {
     let info: String = cmd("INFO").arg(section).query(redis).unwrap();
-    let line = info.lines().find_map(|line| line.strip_prefix(prefix)).unwrap_or_default();
-    let number = line.split(',').find_map(|pair| pair.strip_prefix(field)).unwrap_or("0");
+    let line = info
+        .lines()
+        .find_map(|line| line.strip_prefix(prefix))
+        .unwrap_or_default();
+    let number = line
+        .split(',')
+        .find_map(|pair| pair.strip_prefix(field))
+        .unwrap_or("0");
     number.trim().parse().unwrap()
 }
 
@@ -73,10 +93,12 @@ pub fn expired(redis: &mut Connection) -> u64 {
 pub fn sha1_of(script: &str) -> &'static str {
     let mut lines = include_str!("../../lua/v1/CHECKSUMS").lines();
     let line = lines.find(|line| line.ends_with(&format!("  {script}.lua")));
-    line.and_then(|line| line.split(' ').next()).unwrap_or_else(|| panic!("no script {script}"))
+    line.and_then(|line| line.split(' ').next())
+        .unwrap_or_else(|| panic!("no script {script}"))
 }
 
-/// Notes when and how the lock is lost. On a thread of its own, which a busy runtime does not hold up.
+/// Notes when and how the lock is lost. On a thread of its own, which a busy runtime does not hold
+/// up.
 pub fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
     let lost = guard.lost();
     let (tell, told) = oneshot::channel();
@@ -89,7 +111,8 @@ pub fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
     told
 }
 
-/// Begins a future, and leaves it where it stands. For tests on one thread, where no answer can come within the one poll.
+/// Begins a future, and leaves it where it stands. For tests on one thread, where no answer can
+/// come within the one poll.
 #[track_caller]
 pub fn park<F: Future<Output: Debug>>(future: F) -> Pin<Box<F>> {
     let mut parked = Box::pin(future);
@@ -99,10 +122,17 @@ pub fn park<F: Future<Output: Debug>>(future: F) -> Pin<Box<F>> {
 }
 
 /// Polls the waiters until one of them sleeps, listening for the lock; then it leaves them alone.
-pub async fn poll_to_sleep<W: Future + Unpin>(redis: &mut Connection, lock: &str, waiters: &mut [W]) {
+pub async fn poll_to_sleep<W: Future + Unpin>(
+    redis: &mut Connection,
+    lock: &str,
+    waiters: &mut [W],
+) {
     let begun = Instant::now();
     while subscribers(redis, lock) == 0 {
-        assert!(begun.elapsed() < Duration::from_secs(10), "nobody ever slept");
+        assert!(
+            begun.elapsed() < Duration::from_secs(10),
+            "nobody ever slept"
+        );
         for waiter in &mut *waiters {
             assert!(poll!(waiter).is_pending());
         }

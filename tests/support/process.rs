@@ -24,27 +24,38 @@ use nix::unistd::Pid;
 const ROLE: &str = "TEST_WORKER_ROLE";
 const SETTING: &str = "TEST_WORKER_";
 
-/// A process that runs the test `worker_process` of this binary. Dropping it kills it.
+/// A process that runs one test of this binary. Dropping it kills it.
 #[derive(Debug)]
 pub struct Worker(Child);
 
 impl Worker {
-    /// Starts a worker, which finds these settings by [`setting`].
-    pub fn start(role: &str, settings: &[(&str, &str)]) -> Self {
+    /// Starts a worker that runs this test, and finds these settings by [`setting`].
+    pub fn start(test: &str, role: &str, settings: &[(&str, &str)]) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("this binary"));
-        command.args(["worker_process", "--exact", "--nocapture", "--test-threads=1"]).env(ROLE, role);
+        command
+            .args([test, "--exact", "--nocapture", "--test-threads=1"])
+            .env(ROLE, role);
         for (name, value) in settings {
             command.env(format!("{SETTING}{name}"), value);
         }
         // Its input is a pipe that breaks when this process ends in any way: see `role`.
-        Self(command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("a worker process"))
+        Self(
+            command
+                .stdin(Stdio::piped())
+                .stdout(Stdio::null())
+                .spawn()
+                .expect("a worker process"),
+        )
     }
 
     /// Makes it stand still. When this returns it does.
     pub fn pause(&self) {
         kill(self.pid(), Signal::SIGSTOP).expect("SIGSTOP");
         let status = waitpid(self.pid(), Some(WaitPidFlag::WUNTRACED));
-        assert!(matches!(status, Ok(WaitStatus::Stopped(..))), "the worker ended when it was to pause: {status:?}");
+        assert!(
+            matches!(status, Ok(WaitStatus::Stopped(..))),
+            "the worker ended when it was to pause: {status:?}"
+        );
     }
 
     /// Lets it go on.
@@ -71,7 +82,10 @@ impl Worker {
             if let Some(status) = self.0.try_wait().expect("the worker's state") {
                 return status;
             }
-            assert!(Instant::now() < deadline, "the worker did not end within {limit:?}");
+            assert!(
+                Instant::now() < deadline,
+                "the worker did not end within {limit:?}"
+            );
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -90,7 +104,8 @@ impl Drop for Worker {
     }
 }
 
-/// What this process is to do, if it is a worker. From then on it ends as soon as the process that started it does.
+/// What this process is to do, if it is a worker. From then on it ends as soon as the process that
+/// started it does.
 pub fn role() -> Option<String> {
     let role = std::env::var(ROLE).ok()?;
     std::thread::spawn(|| {

@@ -29,8 +29,9 @@ pub enum Flow {
     Pass,
     /// Later by this much, read by read.
     Delay(Duration),
-    /// Not at all, until another flow is set. Then all that was held arrives, also what was sent on a connection that
-    /// its client has closed since: TCP sends such bytes again when the network is back.
+    /// Not at all, until another flow is set. Then all that was held arrives, also what was sent on
+    /// a connection that its client has closed since: TCP sends such bytes again when the network
+    /// is back.
     Hold,
 }
 
@@ -45,7 +46,8 @@ pub enum Way {
 /// What becomes of a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It is lost, and the connection goes on: every later reply takes the place of the one before it.
+    /// It is lost, and the connection goes on: every later reply takes the place of the one before
+    /// it.
     Swallow,
     /// It is lost, with its connection.
     Close,
@@ -56,7 +58,9 @@ pub enum Fate {
 impl Proxy {
     /// A way to that server, which may be restarted behind it.
     pub async fn start(server: &Server) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port for the proxy");
+        let listener = TcpListener::bind("127.0.0.1:0")
+            .await
+            .expect("a port for the proxy");
         let port = listener.local_addr().expect("the proxy's address").port();
         let shared = Arc::new(Shared {
             server: server.port(),
@@ -71,7 +75,11 @@ impl Proxy {
             connections: Mutex::default(),
         });
         let accepting = tokio::spawn(accept(listener, Arc::clone(&shared)));
-        Self { port, shared, accepting }
+        Self {
+            port,
+            shared,
+            accepting,
+        }
     }
 
     /// The URL for clients.
@@ -89,19 +97,23 @@ impl Proxy {
         }
     }
 
-    /// Holds the requests on the connections that are open now; new connections are not affected. So it is when a path
-    /// fails and another takes over, while TCP waits longer and longer before it sends again on the old one.
+    /// Holds the requests on the connections that are open now; new connections are not affected.
+    /// So it is when a path fails and another takes over, while TCP waits longer and longer before
+    /// it sends again on the old one.
     pub fn stall(&self) {
-        self.shared.stalled.send_replace(self.shared.opened.load(Ordering::Acquire));
+        self.shared
+            .stalled
+            .send_replace(self.shared.opened.load(Ordering::Acquire));
     }
 
-    /// Delivers what was stalled, also what was sent on a connection that its client has closed since.
+    /// Delivers what was stalled, also what was sent on a connection that its client has closed
+    /// since.
     pub fn deliver(&self) {
         self.shared.stalled.send_replace(0);
     }
 
-    /// Lets this happen to the reply of the next request that contains every one of the parts. The request itself
-    /// reaches the server.
+    /// Lets this happen to the reply of the next request that contains every one of the parts. The
+    /// request itself reaches the server.
     pub fn next_reply_to(&self, parts: &[&str], fate: Fate) {
         let parts = parts.iter().map(|part| part.as_bytes().to_vec()).collect();
         self.shared.rules.lock().unwrap().push(Rule { parts, fate });
@@ -117,8 +129,8 @@ impl Proxy {
         self.shared.applied.load(Ordering::Acquire)
     }
 
-    /// How often anything has been done to anybody here: bytes held or delayed, a request whose reply is to meet a fate, a
-    /// connection closed.
+    /// How often anything has been done to anybody here: bytes held or delayed, a request whose
+    /// reply is to meet a fate, a connection closed.
     pub fn touched(&self) -> usize {
         self.shared.touched.load(Ordering::Acquire)
     }
@@ -132,7 +144,9 @@ impl Proxy {
     pub fn close_now(&self) {
         let mut connections = self.shared.connections.lock().unwrap();
         while connections.try_join_next().is_some() {}
-        self.shared.touched.fetch_add(connections.len(), Ordering::AcqRel);
+        self.shared
+            .touched
+            .fetch_add(connections.len(), Ordering::AcqRel);
         connections.abort_all();
     }
 }
@@ -173,7 +187,9 @@ impl Shared {
     fn fate_of(&self, request: &[u8]) -> Option<Fate> {
         let contains = |part: &Vec<u8>| request.windows(part.len()).any(|window| window == part);
         let mut rules = self.rules.lock().unwrap();
-        let at = rules.iter().position(|rule| rule.parts.iter().all(contains))?;
+        let at = rules
+            .iter()
+            .position(|rule| rule.parts.iter().all(contains))?;
         self.touch();
         Some(rules.remove(at).fate)
     }
@@ -195,7 +211,9 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
 /// Carries one connection until the server or a rule ends it.
 async fn carry(shared: Arc<Shared>, client: TcpStream, number: usize) {
     // A server that is down looks like one that hangs up.
-    let Ok(server) = TcpStream::connect(("127.0.0.1", shared.server)).await else { return };
+    let Ok(server) = TcpStream::connect(("127.0.0.1", shared.server)).await else {
+        return;
+    };
     for stream in [&client, &server] {
         stream.set_nodelay(true).expect("no delay");
     }
@@ -226,14 +244,21 @@ async fn carry_requests(
     while matches!(from.read_buf(&mut buffer).await, Ok(1..)) {
         let mut at = 0;
         while let Some(length) = frame_length(&buffer[at..]) {
-            expected.lock().unwrap().push_back(shared.fate_of(&buffer[at..at + length]));
+            expected
+                .lock()
+                .unwrap()
+                .push_back(shared.fate_of(&buffer[at..at + length]));
             at += length;
         }
         gate(shared, &mut flow).await;
         if number < *stalled.borrow() {
             shared.touch();
         }
-        if stalled.wait_for(|stalled| number >= *stalled).await.is_err() {
+        if stalled
+            .wait_for(|stalled| number >= *stalled)
+            .await
+            .is_err()
+        {
             return;
         }
         if to.write_all(&buffer[..at]).await.is_err() {
@@ -243,7 +268,12 @@ async fn carry_requests(
     }
 }
 
-async fn carry_replies(shared: &Shared, expected: &Expected, mut from: OwnedReadHalf, mut to: OwnedWriteHalf) {
+async fn carry_replies(
+    shared: &Shared,
+    expected: &Expected,
+    mut from: OwnedReadHalf,
+    mut to: OwnedWriteHalf,
+) {
     let mut flow = shared.replies.subscribe();
     let mut buffer = Vec::new();
     while matches!(from.read_buf(&mut buffer).await, Ok(1..)) {
@@ -256,7 +286,11 @@ async fn carry_replies(shared: &Shared, expected: &Expected, mut from: OwnedRead
                 shared.refused.fetch_add(1, Ordering::AcqRel);
             }
             // A push message is nobody's reply.
-            let fate = if frame[0] == b'>' { None } else { expected.lock().unwrap().pop_front().flatten() };
+            let fate = if frame[0] == b'>' {
+                None
+            } else {
+                expected.lock().unwrap().pop_front().flatten()
+            };
             match fate {
                 None => passed.extend_from_slice(frame),
                 Some(fate) => {
@@ -298,15 +332,22 @@ async fn gate(shared: &Shared, flow: &mut watch::Receiver<Flow>) {
     }
 }
 
-/// The length of the RESP value (<https://redis.io/docs/latest/develop/reference/protocol-spec/>) at the beginning, if
-/// all of it is there.
+/// The length of the RESP value (<https://redis.io/docs/latest/develop/reference/protocol-spec/>)
+/// at the beginning, if all of it is there.
 fn frame_length(data: &[u8]) -> Option<usize> {
     let line = data.windows(2).position(|pair| pair == b"\r\n")?;
     let head = line + 2;
-    let count = || std::str::from_utf8(&data[1..line]).ok()?.parse::<i64>().ok();
+    let count = || {
+        std::str::from_utf8(&data[1..line])
+            .ok()?
+            .parse::<i64>()
+            .ok()
+    };
     match data[0] {
         b'$' | b'!' | b'=' => {
-            let Ok(length) = usize::try_from(count()?) else { return Some(head) };
+            let Ok(length) = usize::try_from(count()?) else {
+                return Some(head);
+            };
             let end = head + length + 2;
             (end <= data.len()).then_some(end)
         }

@@ -75,7 +75,8 @@ impl Builder {
     /// Makes the data survive [`Server::restart`] and [`Server::kill`]: each write is on disk
     /// before it is answered.
     pub fn persistent(self) -> Self {
-        self.arg("--appendonly", "yes").arg("--appendfsync", "always")
+        self.arg("--appendonly", "yes")
+            .arg("--appendfsync", "always")
     }
 
     /// Makes clients log in with this password. It becomes a part of the URL as it is, so it
@@ -85,9 +86,15 @@ impl Builder {
         self.arg("--requirepass", password)
     }
 
-    /// Adds a user with these rights, as in `ACL SETUSER`, who is there with them after a restart, too.
+    /// Adds a user with these rights, as in `ACL SETUSER`, who is there with them after a restart,
+    /// too.
     pub fn user(mut self, name: &str, rights: &[&str]) -> Self {
-        self.args.extend(["--user", name].iter().chain(rights).map(|&word| word.to_owned()));
+        self.args.extend(
+            ["--user", name]
+                .iter()
+                .chain(rights)
+                .map(|&word| word.to_owned()),
+        );
         self
     }
 
@@ -142,11 +149,18 @@ impl Server {
     /// For tests that only use names of their own (see [`unique`]) and disturb nobody: on a server
     /// named by `REDIS_URL` all that acts on the process panics.
     pub fn shared_or_start() -> Self {
-        let Some(url) = std::env::var("REDIS_URL").ok().filter(|url| !url.is_empty()) else {
+        let Some(url) = std::env::var("REDIS_URL")
+            .ok()
+            .filter(|url| !url.is_empty())
+        else {
             return Self::start();
         };
         let parsed = url::Url::parse(&url).expect("REDIS_URL is a URL");
-        Self { port: parsed.port().unwrap_or(6379), url, own: None }
+        Self {
+            port: parsed.port().unwrap_or(6379),
+            url,
+            own: None,
+        }
     }
 
     /// The URL for clients. It stays the same across restarts.
@@ -162,7 +176,8 @@ impl Server {
     /// A new connection of an independent client, to observe what the library under test did.
     #[track_caller]
     pub fn connection(&self) -> redis::Connection {
-        self.connect().unwrap_or_else(|error| panic!("no connection to {}: {error}", self.url))
+        self.connect()
+            .unwrap_or_else(|error| panic!("no connection to {}: {error}", self.url))
     }
 
     /// Stops the server in an orderly way, and waits for its end.
@@ -288,7 +303,11 @@ impl Server {
 
     #[track_caller]
     fn give_up(&self, what: &str, failure: Failure) -> ! {
-        panic!("the server on port {} did not {what}: {failure:?}; its log:\n{}", self.port, self.log())
+        panic!(
+            "the server on port {} did not {what}: {failure:?}; its log:\n{}",
+            self.port,
+            self.log()
+        )
     }
 }
 
@@ -315,7 +334,11 @@ struct Running {
 
 impl Running {
     fn spawn(port: &str, args: &[String], dir: &TempDir) -> Self {
-        let log = File::options().create(true).append(true).open(log_file(dir)).expect("a log file");
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(log_file(dir))
+            .expect("a log file");
         let server = Command::new(binary())
             .args(["--bind", "127.0.0.1", "--port", port])
             .args(["--save", "", "--appendonly", "no"])
@@ -381,13 +404,23 @@ fn binary() -> &'static Path {
         if let Some(path) = std::env::var_os("REDIS_SERVER") {
             return path.into();
         }
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/.ci/redis-server");
+        // The packages of the workspace share this file.
+        let roots = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
+        let mut scripts = roots.map(|root| root.join(".ci/redis-server"));
+        let script = scripts
+            .find(|script| script.is_file())
+            .expect("the script .ci/redis-server");
         let output = Command::new("bash")
-            .arg(script)
+            .arg(&script)
             .stdin(Stdio::null())
             .output()
-            .unwrap_or_else(|error| panic!("bash {script}: {error}"));
-        assert!(output.status.success(), "bash {script}: {}", String::from_utf8_lossy(&output.stderr));
+            .unwrap_or_else(|error| panic!("bash {}: {error}", script.display()));
+        assert!(
+            output.status.success(),
+            "bash {}: {}",
+            script.display(),
+            String::from_utf8_lossy(&output.stderr)
+        );
         let path = String::from_utf8(output.stdout).expect("a path in UTF-8");
         path.trim_end().into()
     })

@@ -10,11 +10,11 @@ use super::scripts::accepted;
 use crate::core::{Asked, Core};
 use crate::error::{Error, LostReason, Step};
 use crate::handoff::Handoff;
-use crate::holder::thread_of;
 use crate::holds::EntryRef;
 use crate::keys::Keys;
 use crate::lease::Lease;
 use crate::link::Failure;
+use crate::owner::thread_of;
 use crate::script::answer;
 use crate::script::catalog::FORCE_UNLOCK;
 
@@ -25,7 +25,11 @@ pub(super) async fn force_unlock(core: &Arc<Core>, keys: &Keys) -> Result<bool, 
         // What was granted before the look, and is not there, is lost already.
         let earlier = core.holds.leases_of(&keys.name);
         let Some(owner) = Inspected::of(core, keys).await?.first_owner(keys)? else {
-            lose_all(core, keys, |lease| earlier.iter().any(|earlier| std::ptr::eq(&**earlier, lease)));
+            lose_all(core, keys, |lease| {
+                earlier
+                    .iter()
+                    .any(|earlier| std::ptr::eq(&**earlier, lease))
+            });
             return Ok(false);
         };
         let thread = thread_of(&owner, core.client_id);
@@ -42,9 +46,9 @@ pub(super) async fn force_unlock(core: &Arc<Core>, keys: &Keys) -> Result<bool, 
     Ok(force_out(core, keys, Bytes::new()).await?.0)
 }
 
-/// Frees the possession of a holder of this client, in its turn: a grant that is on its way has arrived then, and it does
-/// nothing more with the lock until it is known what became of this. Its next possession would look the same to a script
-/// that runs twice.
+/// Frees the possession of a owner of this client, in its turn: a grant that is on its way has
+/// arrived then, and it does nothing more with the lock until it is known what became of this. Its
+/// next possession would look the same to a script that runs twice.
 async fn free_own(
     core: &Arc<Core>,
     keys: &Keys,
@@ -57,33 +61,52 @@ async fn free_own(
     let limit = core.config.patience();
     let freeing = async move {
         let Ok(_turn) = timeout(limit, entry.turns.take()).await else {
-            return Err(Error::Timeout { step: Step::EarlierOperation, after: limit });
+            return Err(Error::Timeout {
+                step: Step::EarlierOperation,
+                after: limit,
+            });
         };
         free(&worker, &keys, owner, &earlier).await
     };
-    Handoff::new(&core.background, &turns, freeing).await.unwrap_or(Err(Error::Closed))
+    Handoff::new(&core.background, &turns, freeing)
+        .await
+        .unwrap_or(Err(Error::Closed))
 }
 
 /// Frees the lock if that owner still holds it. Tells whether it has been freed.
-async fn free(core: &Arc<Core>, keys: &Keys, owner: Bytes, earlier: &[Arc<Lease>]) -> Result<bool, Error> {
+async fn free(
+    core: &Arc<Core>,
+    keys: &Keys,
+    owner: Bytes,
+    earlier: &[Arc<Lease>],
+) -> Result<bool, Error> {
     // Told before anybody else can have it.
     lose_all(core, keys, |lease| {
-        lease.ident.owner == owner || earlier.iter().any(|earlier| std::ptr::eq(&**earlier, lease))
+        lease.ident.field == owner
+            || earlier
+                .iter()
+                .any(|earlier| std::ptr::eq(&**earlier, lease))
     });
     let (freed, repeated) = force_out(core, keys, owner).await?;
-    // What a repeat does not find any more, the first sending has freed; or its holder has gone.
+    // What a repeat does not find any more, the first sending has freed; or its owner has gone.
     Ok(freed || repeated)
 }
 
-/// Tells holders in this client that their lock is force-unlocked.
+/// Tells owners in this client that their lock is force-unlocked.
 fn lose_all(core: &Arc<Core>, keys: &Keys, whose: impl Fn(&Lease) -> bool) {
-    for lease in core.holds.leases_of(&keys.name).into_iter().filter(|lease| whose(lease)) {
+    for lease in core
+        .holds
+        .leases_of(&keys.name)
+        .into_iter()
+        .filter(|lease| whose(lease))
+    {
         let reason = lease.lose(LostReason::ForceUnlocked);
         crate::renewal::tell_lost(core, &lease, reason, false);
     }
 }
 
-/// Frees the lock if that owner holds it. Tells whether it did, and whether an earlier sending may have.
+/// Frees the lock if that owner holds it. Tells whether it did, and whether an earlier sending may
+/// have.
 async fn force_out(core: &Core, keys: &Keys, owner: Bytes) -> Result<(bool, bool), Error> {
     let lock = keys.display();
     // What names no owner must not run twice.
@@ -92,11 +115,16 @@ async fn force_out(core: &Core, keys: &Keys, owner: Bytes) -> Result<(bool, bool
     let call = FORCE_UNLOCK.batch(1).row(keys.name.clone(), row).call();
     let Asked { reply, repeated } = if once {
         let reply = core.link.call(call).await;
-        Asked { reply: reply.map_err(|failure| one_try(failure, &lock))?, repeated: false }
+        Asked {
+            reply: reply.map_err(|failure| one_try(failure, &lock))?,
+            repeated: false,
+        }
     } else {
         core.ask(call, &lock, Step::ForceUnlock).await?
     };
-    let answer = answer(reply).and_then(accepted).map_err(|failure| one_try(failure, &lock))?;
+    let answer = answer(reply)
+        .and_then(accepted)
+        .map_err(|failure| one_try(failure, &lock))?;
     Ok((answer.code == 1, repeated))
 }
 

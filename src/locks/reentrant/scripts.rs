@@ -21,7 +21,7 @@ impl Kind for Reentrant {
             .row(
                 ident.keys.name.clone(),
                 [
-                    ("owner", ident.owner.clone()),
+                    ("owner", ident.field.clone()),
                     ("lease", digits(lease.millis())),
                     ("before", digits(before)),
                     ("target", digits(target)),
@@ -34,7 +34,9 @@ impl Kind for Reentrant {
         let answer = accepted(answer(reply)?)?;
         match answer.code {
             1 => Ok(Acquired::Granted),
-            0 => Ok(Acquired::Held(u64::try_from(answer.number).ok().map(Duration::from_millis))),
+            0 => Ok(Acquired::Held(
+                u64::try_from(answer.number).ok().map(Duration::from_millis),
+            )),
             2 => Ok(Acquired::Other(answer.number)),
             _ => Err(unlisted(&answer)),
         }
@@ -46,7 +48,7 @@ impl Kind for Reentrant {
             .row(
                 ident.keys.name.clone(),
                 [
-                    ("owner", ident.owner.clone()),
+                    ("owner", ident.field.clone()),
                     ("channel", ident.keys.channel.clone()),
                     ("lease", digits(lease.millis())),
                     ("leave", digits(leave)),
@@ -70,7 +72,7 @@ impl Kind for Reentrant {
         idents
             .iter()
             .fold(RENEW.batch(idents.len()), |batch, ident| {
-                let row = [("owner", ident.owner.clone()), ("lease", millis.clone())];
+                let row = [("owner", ident.field.clone()), ("lease", millis.clone())];
                 batch.row(ident.keys.name.clone(), row)
             })
             .call()
@@ -84,25 +86,38 @@ impl Kind for Reentrant {
                 (1, _) => Ok(Renewed::Yes),
                 (0, _) => Ok(Renewed::Gone),
                 (_, Some(message)) => Ok(Renewed::Refused(message)),
-                (code, None) => Err(Failure::Unknown(format!("a code that no script answers: {code}"))),
+                (code, None) => Err(Failure::Unknown(format!(
+                    "a code that no script answers: {code}"
+                ))),
             })
             .collect()
     }
 
     fn count(&self, ident: &Ident) -> Call {
-        COUNT.batch(1).row(ident.keys.name.clone(), [("owner", ident.owner.clone())]).call()
+        COUNT
+            .batch(1)
+            .row(ident.keys.name.clone(), [("owner", ident.field.clone())])
+            .call()
     }
 
     fn counted(&self, reply: Reply) -> Result<i64, Failure> {
         let answer = accepted(answer(reply)?)?;
-        if answer.code == 1 { Ok(answer.number) } else { Err(unlisted(&answer)) }
+        if answer.code == 1 {
+            Ok(answer.number)
+        } else {
+            Err(unlisted(&answer))
+        }
     }
 }
 
 /// Turns a refusal inside a reply into what it is.
 pub(super) fn accepted(answer: Answer) -> Result<Answer, Failure> {
     match answer {
-        Answer { code: REFUSED, refusal: Some(message), .. } => Err(Failure::Server(message)),
+        Answer {
+            code: REFUSED,
+            refusal: Some(message),
+            ..
+        } => Err(Failure::Server(message)),
         answer => Ok(answer),
     }
 }

@@ -1,0 +1,260 @@
+//! Random faults against several processes, and a judge of what they did.
+//!
+//! `make chaos CHAOS_SECONDS=600 CHAOS_SEED=7` runs for longer, or with that seed: the same seed
+//! and seconds make the same faults at the same times. The rules are told in `chaos/judge.rs`.
+
+mod actor;
+mod attempts;
+mod claims;
+mod faults;
+mod forced;
+mod held;
+mod history;
+mod judge;
+mod judged;
+mod judged_forced;
+mod plan;
+mod report;
+mod run;
+mod server_faults;
+#[path = "../support/mod.rs"]
+mod support;
+mod tale;
+mod wakeups;
+mod words;
+mod worker;
+
+use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use history::History;
+use judge::{Rule, Violation, judge};
+use plan::{Kind, Planned, plan};
+use report::Figures;
+use run::Run;
+use server_faults::with_users;
+use support::process;
+use support::server::Server;
+
+/// For how long a run may last: the last five seconds have no faults.
+const SECONDS: RangeInclusive<u64> = 6..=86_400;
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn random_faults_break_no_promise() {
+    let given = |name: &str, allowed: RangeInclusive<u64>| {
+        let value = std::env::var(name).ok().filter(|value| !value.is_empty());
+        value.map(|value| setting(name, &value, allowed).unwrap_or_else(|wrong| panic!("{wrong}")))
+    };
+    let seconds = given("CHAOS_SECONDS", SECONDS).unwrap_or(10);
+    let seed =
+        given("CHAOS_SEED", 0..=u64::MAX).unwrap_or_else(|| rand::random_range(0..1_000_000));
+    println!("seed {seed}, {seconds} s");
+    // A short run has no time for all that the killed leave behind.
+    let (workers, long_lease) = if seconds < 30 { (4, 6) } else { (6, 20) };
+    let long_lease = Duration::from_secs(long_lease);
+    let planned = plan(seed, seconds, workers as usize);
+    let server = with_users(Server::builder().persistent(), workers).start();
+    let verdict = Run {
+        seed,
+        seconds,
+        workers,
+        tasks: 4,
+        long_lease,
+        planned,
+        server,
+    }
+    .run()
+    .await;
+    let figures = Figures::new(seed, seconds, &verdict);
+    figures.print(seed, seconds);
+    let found = verdict.violations.len();
+    if found > 0 {
+        verdict
+            .violations
+            .iter()
+            .take(20)
+            .for_each(|violation| eprintln!("{violation}"));
+        let what = format!(
+            "{found} violations under seed {seed} in {seconds} s, which reproduce the fault schedule"
+        );
+        panic!("{}", report::failure(&what, seed, &verdict));
+    }
+    let few = figures.shown.too_few(seconds);
+    if !few.is_empty() {
+        let what = format!("nothing was shown under seed {seed}: {}", few.join("; "));
+        panic!("{}", report::failure(&what, seed, &verdict));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_forgets_its_data_is_seen_to_break_exclusion() {
+    assert!(
+        found_after(Kind::ForgetData, 1_000, 100, 5)
+            .await
+            .contains(&Rule::Exclusion)
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn keys_that_are_deleted_are_seen_to_break_exclusion() {
+    assert!(
+        found_after(Kind::DeleteKeys, 100, 0, 4)
+            .await
+            .contains(&Rule::Exclusion)
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_is_freed_without_a_message_is_seen_as_a_lost_wakeup() {
+    assert!(
+        found_after(Kind::FreeInSilence, 5_000, 2_600, 6)
+            .await
+            .contains(&Rule::LostWakeup)
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_that_breaks_off_leaves_its_history() {
+    // Nobody is in that slot.
+    let planned = vec![Planned {
+        at: 1_000,
+        lasts: 0,
+        kind: Kind::KillWorker,
+        slot: 99,
+    }];
+    let long_lease = Duration::from_secs(6);
+    let server = with_users(Server::builder(), 1).start();
+    let run = Run {
+        seed: 1,
+        seconds: 2,
+        workers: 1,
+        tasks: 2,
+        long_lease,
+        planned,
+        server,
+    };
+    let verdict = run.run().await;
+    let rules: Vec<_> = verdict
+        .violations
+        .iter()
+        .map(|violation| violation.rule)
+        .collect();
+    assert_eq!(rules, [Rule::Panic]);
+    assert!(
+        verdict.violations[0]
+            .to_string()
+            .contains("index out of bounds"),
+        "{}",
+        verdict.violations[0]
+    );
+    assert!(!verdict.history.lines.is_empty() && !verdict.history.samples.is_empty());
+    let left = || report::keep(1, &verdict);
+    let (first, second) = (left(), left());
+    assert_ne!(first.history, second.history);
+    for file in [first, second]
+        .iter()
+        .flat_map(|left| [&left.history, &left.violations])
+    {
+        assert!(std::fs::metadata(file).unwrap().len() > 0);
+        std::fs::remove_file(file).unwrap();
+    }
+}
+
+#[test]
+fn a_setting_that_is_none_is_refused_with_what_is_allowed() {
+    let seconds = |text| setting("CHAOS_SECONDS", text, SECONDS);
+    assert_eq!(
+        ["6", "600", "86400"].map(seconds),
+        [Ok(6), Ok(600), Ok(86_400)]
+    );
+    for text in [
+        "abc",
+        "",
+        "0",
+        "5",
+        "-7",
+        "7.5",
+        "86401",
+        "18446744073709551",
+        "18446744073709551616",
+    ] {
+        let refused = format!("CHAOS_SECONDS must be a whole number from 6 to 86400, not {text:?}");
+        assert_eq!(seconds(text), Err(refused));
+    }
+}
+
+/// What an environment variable says, or what it should.
+fn setting(name: &str, text: &str, allowed: RangeInclusive<u64>) -> Result<u64, String> {
+    let (from, to) = (allowed.start(), allowed.end());
+    let number = text.parse().ok().filter(|number| allowed.contains(number));
+    number.ok_or_else(|| format!("{name} must be a whole number from {from} to {to}, not {text:?}"))
+}
+
+/// The rules that the judge finds broken in a short run in which nothing happens but this, again
+/// and again.
+async fn found_after(kind: Kind, every: u64, lasts: u64, seconds: u64) -> Vec<Rule> {
+    let times = (1_500..seconds * 1_000).step_by(every as usize);
+    let planned = times.map(|at| Planned {
+        at,
+        lasts,
+        kind,
+        slot: 0,
+    });
+    let (long_lease, planned) = (Duration::from_secs(6), planned.collect());
+    let server = with_users(Server::builder(), 4).start();
+    let run = Run {
+        seed: 1,
+        seconds,
+        workers: 4,
+        tasks: 3,
+        long_lease,
+        planned,
+        server,
+    };
+    let verdict = run.run().await;
+    let left = report::keep(1, &verdict);
+    let again = judge(&History::reread(&left.history).unwrap());
+    let told = |violations: &[Violation]| {
+        violations
+            .iter()
+            .map(ToString::to_string)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(
+        told(&again),
+        told(&verdict.violations),
+        "{} says something else",
+        left.history.display()
+    );
+    [left.history, left.violations]
+        .iter()
+        .for_each(|file| std::fs::remove_file(file).unwrap());
+    let mut rules: Vec<_> = verdict
+        .violations
+        .iter()
+        .map(|violation| violation.rule)
+        .collect();
+    rules.sort_unstable();
+    println!(
+        "{kind:?}: {:?}",
+        rules
+            .chunk_by(|a, b| a == b)
+            .map(|same| (same[0], same.len()))
+            .collect::<Vec<_>>()
+    );
+    rules.dedup();
+    assert!(
+        !rules.contains(&Rule::Panic),
+        "{}",
+        report::failure("a panic", 1, &verdict)
+    );
+    rules
+}
+
+/// A worker of a run.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn worker_process() {
+    if process::role().is_some() {
+        worker::work().await;
+    }
+}

@@ -1,0 +1,94 @@
+//! Beside Java, where nobody else's record helps: the server alone decides, and the message alone
+//! wakes.
+
+use std::time::Duration;
+
+use crate::support::java::{Options, Peer, PeerClient, VERSIONS};
+use crate::support::server::Server;
+use redisson_lock::{Error, LockClient};
+
+const SOON: Duration = Duration::from_secs(10);
+
+/// The newest Redisson; `None` where Java or Maven is missing, which is a failure in CI.
+async fn java(server: &Server) -> Option<(Peer, PeerClient)> {
+    match Peer::start(VERSIONS[0]).await {
+        Ok(peer) => {
+            let client = peer
+                .client("c", &server.url(), Options::default())
+                .await
+                .unwrap();
+            Some((peer, client))
+        }
+        Err(skip) => {
+            assert!(std::env::var("CI").as_deref() != Ok("true"), "{}", skip.0);
+            eprintln!("{}", skip.0);
+            None
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guard_that_does_not_know_yet_leaves_javas_lock_alone() {
+    let server = Server::start();
+    let Some((_peer, client)) = java(&server).await else {
+        return;
+    };
+    let java = client.thread("t");
+    let rust = LockClient::connect(&server.url()).await.unwrap();
+    let guard = rust.lock("x").lock().await.unwrap();
+    assert!(java.force_unlock("x").await.unwrap());
+    assert!(java.try_lock("x", Duration::ZERO, None).await.unwrap());
+    assert!(!guard.is_lost(), "10 s to the next renewal");
+    let unlocked = guard.unlock().await;
+    assert!(
+        java.is_held("x").await.unwrap(),
+        "our unlock took Java's lock"
+    );
+    assert!(matches!(unlocked, Err(Error::Lost { .. })), "{unlocked:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn our_force_unlock_wakes_a_waiter_in_java_and_javas_wakes_ours() {
+    let server = Server::start();
+    let Some((_peer, client)) = java(&server).await else {
+        return;
+    };
+    let (a, b) = (client.thread("a"), client.thread("b"));
+    let rust = LockClient::builder()
+        .recheck_interval(Duration::from_secs(3600))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let mut redis = server.connection();
+    let mut subscribers = || {
+        let (_, subscribers): (String, u64) = redis::cmd("PUBSUB")
+            .arg("NUMSUB")
+            .arg("redisson_lock__channel:{x}")
+            .query(&mut redis)
+            .unwrap();
+        subscribers
+    };
+    a.lock("x").await.unwrap();
+    let waiting = tokio::spawn(async move { b.lock("x").await });
+    crate::support::server::wait_until("Java listens", SOON, || subscribers() == 1);
+    assert!(rust.lock("x").force_unlock().await.unwrap());
+    // Far below the lease of 30 s, so it was the message.
+    tokio::time::timeout(SOON, waiting)
+        .await
+        .expect("Java is woken")
+        .unwrap()
+        .unwrap();
+    crate::support::server::wait_until("Java listens no more", SOON, || subscribers() == 0);
+    let waiting = tokio::spawn({
+        let lock = rust.lock("x");
+        async move { lock.lock().await }
+    });
+    crate::support::server::wait_until("ours listens", SOON, || subscribers() == 1);
+    assert!(a.force_unlock("x").await.unwrap());
+    let guard = tokio::time::timeout(SOON, waiting)
+        .await
+        .expect("ours is woken")
+        .unwrap()
+        .unwrap();
+    guard.unlock().await.unwrap();
+}

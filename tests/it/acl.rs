@@ -1,0 +1,170 @@
+//! Hazard: a user with few rights. What is not needed may be missing, and what is missing is told.
+
+use std::time::Duration;
+
+use crate::support::server::Server;
+use redisson_lock::{Error, LockClient};
+
+/// The rule that the documentation gives, so that it is the documentation that is tested.
+fn documented_rule() -> String {
+    let text = include_str!("../../docs/wire-format.md");
+    let rule = text
+        .split("```text\nresetkeys")
+        .nth(1)
+        .expect("docs/wire-format.md has a rule");
+    format!(
+        "resetkeys{}",
+        rule.split("```").next().expect("the rule ends")
+    )
+}
+
+/// Adds a user with that rule, and gives the URL to connect as that user.
+fn user(server: &Server, name: &str, rule: &str) -> String {
+    let mut command = redis::cmd("ACL");
+    command.arg("SETUSER").arg(name).arg("on").arg(">secret");
+    rule.split_whitespace().for_each(|word| {
+        command.arg(word);
+    });
+    let _: () = command
+        .query(&mut server.connection())
+        .expect("the server takes the rule");
+    server
+        .url()
+        .replace("redis://", &format!("redis://{name}:secret@"))
+}
+
+async fn refusals(server: &Server) -> i64 {
+    let log: Vec<redis::Value> = redis::cmd("ACL")
+        .arg("LOG")
+        .query(&mut server.connection())
+        .expect("the server tells what it refused");
+    log.len() as i64
+}
+
+#[tokio::test]
+async fn the_documented_rule_is_enough_and_nothing_is_refused() {
+    let server = Server::start();
+    let url = user(&server, "app", &documented_rule());
+    let owner = LockClient::connect(&url).await.unwrap();
+    let waiter = LockClient::builder()
+        .recheck_interval(Duration::from_secs(60))
+        .connect(&url)
+        .await
+        .unwrap();
+    let (held, wanted) = (owner.lock("app:order"), waiter.lock("app:order"));
+
+    let guard = held.lock().await.unwrap();
+    assert_eq!(
+        guard.run(async { held.hold_count().await }).await.unwrap(),
+        Ok(1)
+    );
+    guard
+        .run(async { held.run(async {}).await })
+        .await
+        .unwrap()
+        .unwrap();
+    assert_eq!(held.owners().await.unwrap().len(), 1);
+    assert!(held.is_locked().await.unwrap() && held.remaining_ttl().await.unwrap().is_some());
+
+    let waiting = tokio::spawn(async move { wanted.lock().await.unwrap().unlock().await });
+    let mut plain = server.connection();
+    crate::support::server::wait_until_async(
+        "the waiter is subscribed",
+        Duration::from_secs(10),
+        || {
+            let channels: Vec<String> = redis::cmd("PUBSUB")
+                .arg("CHANNELS")
+                .query(&mut plain)
+                .unwrap();
+            async move { channels == ["redisson_lock__channel:{app:order}"] }
+        },
+    )
+    .await;
+    guard.unlock().await.unwrap();
+    // Far below the re-check interval, so it was the message.
+    tokio::time::timeout(Duration::from_secs(20), waiting)
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+
+    assert!(!held.force_unlock().await.unwrap());
+    assert_eq!(refusals(&server).await, 0, "every command was allowed");
+
+    assert!(matches!(
+        owner.lock("other:order").try_lock().await,
+        Err(Error::Server { .. })
+    ));
+    owner.shutdown().await.unwrap();
+    waiter.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn without_the_channel_a_waiter_goes_on_by_rechecks() {
+    let server = Server::start();
+    let rule = documented_rule().replace("&redisson_lock__channel:{app:*}*", "");
+    let url = user(&server, "mute", &rule);
+    let client = LockClient::builder()
+        .recheck_interval(Duration::from_millis(50))
+        .connect(&url)
+        .await
+        .unwrap();
+    let lock = client.lock("app:order");
+
+    let guard = lock.lock().await.unwrap();
+    let waiting = {
+        let lock = lock.clone();
+        tokio::spawn(async move { lock.lock().await })
+    };
+    guard.unlock().await.unwrap();
+    let guard = tokio::time::timeout(Duration::from_secs(20), waiting)
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+    guard.unlock().await.unwrap();
+    assert!(!lock.is_locked().await.unwrap());
+}
+
+#[tokio::test]
+async fn without_the_right_to_load_scripts_or_to_see_client_info_everything_works() {
+    let server = Server::start();
+    let rule = documented_rule()
+        .replace("+script|load", "")
+        .replace("+client|info", "")
+        .replace("+info", "");
+    let url = user(&server, "plain", &rule);
+    let client = LockClient::builder()
+        .recheck_interval(Duration::from_millis(50))
+        .connect(&url)
+        .await
+        .unwrap();
+    let lock = client.lock("app:order");
+    let guard = lock.lock().await.unwrap();
+    let waiting = {
+        let lock = lock.clone();
+        tokio::spawn(async move { lock.run(async {}).await })
+    };
+    guard.unlock().await.unwrap();
+    tokio::time::timeout(Duration::from_secs(20), waiting)
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
+}
+
+#[tokio::test]
+async fn a_missing_right_is_a_typed_error_and_leaves_nothing() {
+    let server = Server::start();
+    let rule = documented_rule().replace("+pexpire", "");
+    let url = user(&server, "lame", &rule);
+    let client = LockClient::connect(&url).await.unwrap();
+    let Err(Error::Server { message, .. }) = client.lock("app:order").lock().await else {
+        panic!("a lock without an expiry was taken");
+    };
+    assert!(message.contains("can't run this command"), "{message}");
+    let keys: i64 = redis::cmd("DBSIZE")
+        .query(&mut server.connection())
+        .unwrap();
+    assert_eq!(keys, 0);
+}

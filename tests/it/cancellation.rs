@@ -1,0 +1,640 @@
+//! Cancellation: whatever future is dropped, wherever it stands, leaves nothing behind.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use crate::support::observe::{channels, connections};
+use crate::support::server::{Server, unique, wait_until};
+use futures::future::BoxFuture;
+use futures::{FutureExt, poll};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use redis::{Connection, cmd};
+use redisson_lock::{
+    Error, LockClient, LockClientBuilder, LockGuard, Owner, OwnerExt, ReentrantLock,
+};
+use tokio::runtime::{Builder, Runtime};
+use tokio::task::yield_now;
+use tokio::time::{sleep, timeout};
+
+/// Far more than a give-back takes, far less than the leases in [`quiet`].
+const SOON: Duration = Duration::from_secs(10);
+const LEASE: Duration = Duration::from_secs(600);
+/// The shortest watchdog timeout that a busy machine keeps up with.
+const WATCHDOG: Duration = Duration::from_secs(6);
+/// How many futures are dropped unfinished in a storm, and by how many tasks.
+const DROPS: usize = 20_000;
+const TASKS: usize = 64;
+
+/// Settings by which nothing is sent by itself during a test.
+fn quiet() -> LockClientBuilder {
+    LockClient::builder()
+        .watchdog_timeout(LEASE)
+        .command_timeout(LEASE)
+        .recheck_interval(LEASE)
+}
+
+/// How often each command was called; the observer's own questions are left out.
+fn calls(redis: &mut Connection) -> BTreeMap<String, i64> {
+    let info: String = cmd("INFO").arg("commandstats").query(redis).unwrap();
+    let calls = info.lines().filter_map(|line| {
+        let (command, rest) = line.strip_prefix("cmdstat_")?.split_once(":calls=")?;
+        Some((command.to_owned(), rest.split(',').next()?.parse().ok()?))
+    });
+    calls
+        .filter(|(command, _)| !["info", "client|list", "client", "dbsize"].contains(&&**command))
+        .collect()
+}
+
+fn scripts(redis: &mut Connection) -> i64 {
+    calls(redis).get("evalsha").copied().unwrap_or(0)
+}
+
+fn keys(redis: &mut Connection) -> usize {
+    cmd("DBSIZE").query(redis).unwrap()
+}
+
+/// Whether a key was removed by its expiry: then what should have been given back was not.
+fn assert_nothing_ran_out(redis: &mut Connection) {
+    let info: String = cmd("INFO").arg("stats").query(redis).unwrap();
+    assert!(
+        info.contains("expired_keys:0\r"),
+        "a lock ran out instead of being given back"
+    );
+}
+
+/// Waits until nobody has asked for a while: what was left to the background is over.
+fn wait_until_at_rest(redis: &mut Connection) {
+    let mut last = (scripts(redis), Instant::now());
+    wait_until("the background is at rest", SOON, || {
+        let now = scripts(redis);
+        if now != last.0 {
+            last = (now, Instant::now());
+        }
+        last.1.elapsed() > Duration::from_millis(300)
+    });
+}
+
+/// Where a future is dropped.
+#[derive(Debug, Clone, Copy)]
+enum Cut {
+    /// Right after so many polls, if it is polled as often as that within a few milliseconds.
+    Polls(usize),
+    /// By a timeout.
+    Time(Duration),
+    /// With its task, after so many steps of another.
+    Abort(usize),
+}
+
+/// Drops futures at points that a seed decides, and counts them.
+struct Scissors {
+    random: StdRng,
+    dropped: usize,
+    finished: Arc<AtomicUsize>,
+}
+
+impl Scissors {
+    fn next(&mut self) -> Cut {
+        match self.random.random_range(0..3) {
+            0 => Cut::Polls(self.random.random_range(0..8)),
+            1 => Cut::Time(Duration::from_micros(self.random.random_range(0..2_500))),
+            _ => Cut::Abort(self.random.random_range(0..24)),
+        }
+    }
+
+    /// What the future came to, if it was quicker than the scissors.
+    async fn cut<F>(&mut self, future: F) -> Option<F::Output>
+    where
+        F: Future<Output: Send> + Send + 'static,
+    {
+        let output = match self.next() {
+            Cut::Polls(polls) => {
+                let limited = Limited {
+                    future: future.boxed(),
+                    polls,
+                };
+                timeout(Duration::from_millis(3), limited)
+                    .await
+                    .ok()
+                    .flatten()
+            }
+            Cut::Time(limit) => timeout(limit, future).await.ok(),
+            Cut::Abort(steps) => {
+                let task = tokio::spawn(future.in_current_owner());
+                for _ in 0..steps {
+                    yield_now().await;
+                }
+                task.abort();
+                match task.await {
+                    Ok(output) => Some(output),
+                    Err(end) if end.is_cancelled() => None,
+                    Err(end) => std::panic::resume_unwind(end.into_panic()),
+                }
+            }
+        };
+        match output {
+            Some(_) => {
+                self.finished.fetch_add(1, Ordering::Relaxed);
+            }
+            None => self.dropped += 1,
+        }
+        output
+    }
+}
+
+/// A future that is given up after so many polls.
+struct Limited<T> {
+    future: BoxFuture<'static, T>,
+    polls: usize,
+}
+
+impl<T> Future for Limited<T> {
+    type Output = Option<T>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<T>> {
+        let Some(left) = self.polls.checked_sub(1) else {
+            return Poll::Ready(None);
+        };
+        self.polls = left;
+        match self.future.poll_unpin(cx) {
+            Poll::Ready(output) => Poll::Ready(Some(output)),
+            Poll::Pending if left == 0 => Poll::Ready(None),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+/// An answer that may come in a crowd of cancelled, forced and contending operations, and no other.
+#[track_caller]
+fn expected<T>(answer: Result<T, Error>) -> Option<T> {
+    match answer {
+        Ok(value) => Some(value),
+        Err(Error::Lost { .. } | Error::Contended { .. } | Error::NotHeld { .. }) => None,
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// One operation of a random kind, cut at a random point.
+async fn operate(scissors: &mut Scissors, lock: &ReentrantLock) {
+    let brief = Duration::from_micros(scissors.random.random_range(0..3_000));
+    let work = move || async move {
+        yield_now().await;
+        sleep(brief / 8).await;
+    };
+    match scissors.random.random_range(0..32) {
+        0..4 => drop(scissors.cut(lock.lock()).await.and_then(expected)),
+        4..7 => drop(
+            scissors
+                .cut(lock.lock().wait(brief))
+                .await
+                .and_then(expected),
+        ),
+        7..9 => drop(
+            scissors
+                .cut(lock.lock().lease(LEASE))
+                .await
+                .and_then(expected),
+        ),
+        9..11 => drop(scissors.cut(lock.try_lock()).await.and_then(expected)),
+        11..13 => drop(
+            scissors
+                .cut(lock.try_lock().wait(brief).lease(LEASE))
+                .await
+                .and_then(expected),
+        ),
+        13..16 => drop(scissors.cut(lock.run(work())).await.and_then(expected)),
+        16..21 => {
+            // A lock that is got in time, to be unlocked not quite to the end.
+            let guard = expected(lock.try_lock().wait(brief).await).flatten();
+            if let Some(guard) = guard {
+                scissors.cut(guard.unlock()).await.and_then(expected);
+            }
+        }
+        21..25 => Owner::scope(forget_and_unlock(scissors, lock, brief)).await,
+        25..29 => Owner::scope(enter_twice(scissors, lock)).await,
+        29..31 => {
+            if let Some(guard) = expected(lock.try_lock().wait(brief).await).flatten() {
+                let guard = Arc::new(guard);
+                let running = Arc::clone(&guard);
+                scissors
+                    .cut(async move { running.run(work()).await })
+                    .await
+                    .and_then(expected);
+                scissors.cut(guard.lost()).await;
+            }
+        }
+        _ => {
+            let lock = lock.clone();
+            scissors
+                .cut(async move { lock.force_unlock().await })
+                .await
+                .and_then(expected);
+        }
+    }
+}
+
+async fn forget_and_unlock(scissors: &mut Scissors, lock: &ReentrantLock, wait: Duration) {
+    let Some(guard) = expected(lock.try_lock().wait(wait).await).flatten() else {
+        return;
+    };
+    guard.forget();
+    let again = lock.clone();
+    if scissors
+        .cut(async move { again.unlock().await })
+        .await
+        .and_then(expected)
+        .is_none()
+    {
+        // One that was dropped before its first step did nothing; any other is finished without us.
+        expected(lock.unlock().await);
+    }
+}
+
+async fn enter_twice(scissors: &mut Scissors, lock: &ReentrantLock) {
+    let outer = scissors.cut(lock.lock()).await.and_then(expected);
+    let inner = scissors
+        .cut(lock.try_lock())
+        .await
+        .and_then(expected)
+        .flatten();
+    let mut guards: Vec<LockGuard> = outer.into_iter().chain(inner).collect();
+    if scissors.random.random() {
+        guards.reverse();
+    }
+    for guard in guards {
+        scissors.cut(guard.unlock()).await.and_then(expected);
+    }
+}
+
+fn runtime() -> Runtime {
+    Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+}
+
+/// Drops so many futures on that many locks, and looks for anything that they left.
+fn storm(drops: usize, locks: usize, mut trouble: impl FnMut(&mut Connection)) {
+    let seed: u64 =
+        env::var("CANCELLATION_SEED").map_or_else(|_| rand::random(), |seed| seed.parse().unwrap());
+    println!("CANCELLATION_SEED={seed}");
+    let server = Server::start();
+    let mut redis = server.connection();
+    // Runtimes of their own, so that tasks can be counted.
+    let (here, elsewhere) = (runtime(), runtime());
+    let alive = || here.metrics().num_alive_tasks();
+    // More patience than trouble, so that no answer is an error.
+    let builder = LockClient::builder()
+        .watchdog_timeout(WATCHDOG)
+        .command_timeout(SOON)
+        .retry_timeout(6 * SOON);
+    let client = here.block_on(builder.connect(&server.url())).unwrap();
+    let names: Vec<_> = (0..locks).map(|_| unique("stock")).collect();
+    here.block_on(client.lock(&names[0]).run(async {})).unwrap();
+    let tasks_at_rest = alive();
+
+    let begun = Instant::now();
+    let finished = Arc::new(AtomicUsize::new(0));
+    let all: Arc<Vec<_>> = Arc::new(names.iter().map(|name| client.lock(name)).collect());
+    let tasks: Vec<_> = (0..TASKS as u64)
+        .map(|task| {
+            let random = StdRng::seed_from_u64(seed.wrapping_add(task));
+            let mut scissors = Scissors {
+                random,
+                dropped: 0,
+                finished: Arc::clone(&finished),
+            };
+            let locks = Arc::clone(&all);
+            here.spawn(async move {
+                while scissors.dropped <= drops / TASKS {
+                    let lock = &locks[scissors.random.random_range(0..locks.len())];
+                    operate(&mut scissors, lock).await;
+                }
+            })
+        })
+        .collect();
+    while tasks.iter().any(|task| !task.is_finished()) {
+        assert!(begun.elapsed() < 6 * SOON, "a task hangs");
+        trouble(&mut redis);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    tasks
+        .into_iter()
+        .for_each(|task| here.block_on(task).unwrap());
+    let finished = finished.load(Ordering::Relaxed);
+    println!(
+        "{drops} dropped and {finished} finished on {locks} locks in {:?}",
+        begun.elapsed()
+    );
+    assert!(finished > drops / 20, "too few came far: {finished}");
+
+    wait_until_at_rest(&mut redis);
+    wait_until("no key is left", SOON, || keys(&mut redis) == 0);
+    wait_until("no subscription is left", SOON, || {
+        channels(&mut redis) == 0
+    });
+    wait_until("no task is left", SOON, || alive() == tasks_at_rest);
+    assert_nothing_ran_out(&mut redis);
+    // Whatever was still renewed would be within this time.
+    let (before, begun) = (scripts(&mut redis), Instant::now());
+    while begun.elapsed() < WATCHDOG / 3 + Duration::from_millis(500) {
+        assert_eq!(scripts(&mut redis), before, "somebody still asks");
+        assert_eq!(alive(), tasks_at_rest);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    elsewhere.block_on(async {
+        let other = LockClient::connect(&server.url()).await.unwrap();
+        for name in &names {
+            let guard = other
+                .lock(name)
+                .try_lock()
+                .await
+                .unwrap()
+                .expect("the lock is free");
+            guard.unlock().await.unwrap();
+        }
+    });
+    here.block_on(client.shutdown()).unwrap();
+    wait_until("no task outlives the client", SOON, || alive() == 0);
+}
+
+#[test]
+fn twenty_thousand_futures_dropped_on_one_lock_leave_nothing() {
+    storm(DROPS, 1, |_| {});
+}
+
+#[test]
+fn twenty_thousand_futures_dropped_on_many_locks_leave_nothing() {
+    storm(DROPS, 128, |_| {});
+}
+
+#[test]
+fn futures_dropped_while_connections_are_lost_leave_nothing() {
+    let mut times = 0;
+    storm(DROPS / 2, 16, |redis| {
+        times += 1;
+        // Rare enough for a busy machine to make a new connection in between.
+        match times % 48 {
+            8 => cmd("CLIENT")
+                .arg(&["KILL", "TYPE", "normal"])
+                .exec(redis)
+                .unwrap(),
+            16 | 32 => cmd("CLIENT")
+                .arg(&["KILL", "TYPE", "pubsub"])
+                .exec(redis)
+                .unwrap(),
+            24 | 40 => cmd("SCRIPT").arg("FLUSH").exec(redis).unwrap(),
+            _ => {}
+        }
+    });
+    assert!(times > 24, "no trouble: {times}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_dropped_before_its_first_poll_sends_nothing() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let (lock, held) = (client.lock(unique("free")), client.lock(unique("held")));
+    let guard = held.lock().await.unwrap();
+    let owner = Owner::new();
+    let forgotten = client.lock(unique("forgotten"));
+    forgotten.lock().with_owner(owner).await.unwrap().forget();
+
+    // What is sent later on the same connection arrives later, so one question tells of all before
+    // it.
+    let probe = client.lock(unique("probe"));
+    let start = calls(&mut redis);
+    assert!(!probe.is_locked().await.unwrap());
+    let one = calls(&mut redis);
+    let connected = connections(&mut redis);
+    for lock in [&lock, &held] {
+        drop((lock.lock(), lock.lock().wait(SOON), lock.lock().lease(SOON)));
+        drop((
+            lock.try_lock(),
+            lock.try_lock().wait(SOON),
+            lock.try_lock().lease(SOON),
+        ));
+        drop((
+            lock.run(async { panic!("it ran") }),
+            lock.run(async { panic!("it ran") }).wait(SOON),
+        ));
+        drop((
+            lock.is_locked(),
+            lock.is_held(),
+            lock.hold_count(),
+            lock.remaining_ttl(),
+            lock.owners(),
+        ));
+        drop((
+            lock.force_unlock(),
+            lock.unlock(),
+            lock.lock().with_owner(guard.owner()),
+        ));
+    }
+    drop(forgotten.unlock().with_owner(owner));
+    drop((guard.lost(), guard.run(async { panic!("it ran") })));
+    drop(Owner::scope(lock.run(async { panic!("it ran") })));
+    drop((
+        client.shutdown(),
+        LockClient::connect(&server.url()),
+        quiet().connect(&server.url()),
+    ));
+    assert!(!probe.is_locked().await.unwrap());
+    // And for whatever the background might do.
+    sleep(Duration::from_millis(200)).await;
+    let two = calls(&mut redis);
+    for (command, count) in &two {
+        let before = |calls: &BTreeMap<String, i64>| calls.get(command).copied().unwrap_or(0);
+        assert_eq!(
+            count - before(&one),
+            before(&one) - before(&start),
+            "{command}"
+        );
+    }
+    assert_eq!(connections(&mut redis), connected);
+    assert!(!guard.is_lost());
+    forgotten.unlock().with_owner(owner).await.unwrap();
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_dropped_after_one_poll_leaves_nothing() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let other = quiet().connect(&server.url()).await.unwrap();
+    let probe = client.lock(unique("probe"));
+    type Begin = fn(ReentrantLock) -> BoxFuture<'static, ()>;
+    let kinds: [(&str, Begin); 12] = [
+        ("lock", |lock| lock.lock().map(drop).boxed()),
+        ("wait", |lock| lock.lock().wait(SOON).map(drop).boxed()),
+        ("lease", |lock| lock.lock().lease(LEASE).map(drop).boxed()),
+        ("try_lock", |lock| lock.try_lock().map(drop).boxed()),
+        ("try_lock and wait", |lock| {
+            lock.try_lock().wait(SOON).map(drop).boxed()
+        }),
+        ("run", |lock| lock.run(async {}).map(drop).boxed()),
+        ("scope", |lock| Owner::scope(lock.lock()).map(drop).boxed()),
+        ("is_locked", |lock| {
+            async move { drop(lock.is_locked().await) }.boxed()
+        }),
+        ("remaining_ttl", |lock| {
+            async move { drop(lock.remaining_ttl().await) }.boxed()
+        }),
+        ("owners", |lock| {
+            async move { drop(lock.owners().await) }.boxed()
+        }),
+        ("hold_count", |lock| {
+            Owner::scope(async move { drop(lock.hold_count().await) }).boxed()
+        }),
+        ("unlock", |lock| {
+            Owner::scope(async move { drop(lock.unlock().await) }).boxed()
+        }),
+    ];
+    for (kind, begin) in kinds {
+        for held in [false, true] {
+            let lock = client.lock(unique("stock"));
+            let theirs = other.lock(lock.name().unwrap());
+            let guard = if held {
+                Some(theirs.lock().await.unwrap())
+            } else {
+                None
+            };
+            let mut future = begin(lock);
+            let _ = poll!(&mut future);
+            drop(future);
+            // What it has sent has been run when a later question is answered.
+            assert!(!probe.is_locked().await.unwrap());
+            wait_until(kind, SOON, || {
+                channels(&mut redis) == 0 && keys(&mut redis) == usize::from(held)
+            });
+            match guard {
+                None => theirs
+                    .try_lock()
+                    .await
+                    .unwrap()
+                    .expect("it is free")
+                    .unlock()
+                    .await
+                    .unwrap(),
+                Some(guard) => guard.unlock().await.unwrap(),
+            }
+            // Who was waiting in the dropped one's stead would have it by now.
+            wait_until(kind, SOON, || keys(&mut redis) == 0);
+        }
+    }
+    assert_nothing_ran_out(&mut redis);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_give_back_that_is_dropped_after_one_poll_is_finished() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    for _ in 0..50 {
+        let mut unlock = Box::pin(lock.lock().await.unwrap().unlock());
+        let _ = poll!(&mut unlock);
+        drop(unlock);
+        wait_until("a guard is given back", SOON, || keys(&mut redis) == 0);
+
+        Owner::scope(async {
+            lock.lock().await.unwrap().forget();
+            let mut unlock = Box::pin(lock.unlock());
+            let _ = poll!(&mut unlock);
+            drop(unlock);
+            wait_until("a forgotten hold is given back", SOON, || {
+                keys(&mut redis) == 0
+            });
+            assert!(matches!(lock.unlock().await, Err(Error::NotHeld { .. })));
+        })
+        .await;
+
+        let guard = lock.lock().await.unwrap();
+        let mut forced = Box::pin(lock.force_unlock());
+        let _ = poll!(&mut forced);
+        drop(forced);
+        // It looks first; only then is the owner told, and only after that is anything freed.
+        assert!(
+            guard.is_lost() || keys(&mut redis) == 1,
+            "its owner is told before anybody else can have it"
+        );
+        // A force unlock need not be finished; then the guard's end frees the lock.
+        drop(guard);
+        wait_until("it is freed, by force or by the guard", SOON, || {
+            keys(&mut redis) == 0
+        });
+    }
+    let mut shutdown = Box::pin(client.shutdown());
+    let _ = poll!(&mut shutdown);
+    drop(shutdown);
+    assert!(matches!(lock.lock().await, Err(Error::Closed)));
+    timeout(SOON, client.shutdown())
+        .await
+        .expect("it hangs")
+        .unwrap();
+    wait_until("no connection is left", SOON, || {
+        connections(&mut redis) == 1
+    });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connecting_that_is_dropped_anywhere_closes_what_it_opened() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let url = server.url();
+    let tasks = tokio::runtime::Handle::current().metrics();
+    let tasks_before = tasks.num_alive_tasks();
+    for round in 0..300 {
+        let mut connecting = Box::pin(LockClient::connect(&url));
+        // On a busy machine the other threads may have done everything by the end of one poll.
+        let Poll::Pending = poll!(&mut connecting) else {
+            continue;
+        };
+        // At once, or with a connection or two, or with all that it takes.
+        let _ = timeout(Duration::from_micros(30) * round, connecting).await;
+    }
+    // Both at once: without a task nothing is opened later.
+    wait_until("neither task nor connection is left", SOON, || {
+        tasks.num_alive_tasks() == tasks_before && connections(&mut redis) == 1
+    });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_abandoned_win_takes_nothing_of_its_owners_next_hold() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let name = unique("stock");
+    let lock = client.lock(&name);
+    for round in 0..200 {
+        Owner::scope(async {
+            let mut abandoned = lock.lock();
+            let _ = poll!(&mut abandoned);
+            for _ in 0..round % 8 {
+                yield_now().await;
+            }
+            drop(abandoned);
+            let guard = timeout(SOON, lock.lock()).await.expect("it hangs").unwrap();
+            let holds = |redis: &mut Connection| -> Vec<i64> {
+                cmd("HVALS").arg(&name).query(redis).unwrap()
+            };
+            // The give-back may come before or after, but it leaves this one.
+            wait_until("one hold is left", SOON, || {
+                let now = holds(&mut redis);
+                assert!(now == [1] || now == [2], "{now:?}");
+                now == [1]
+            });
+            guard.unlock().await.unwrap();
+            assert_eq!(keys(&mut redis), 0);
+        })
+        .await;
+    }
+}

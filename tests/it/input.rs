@@ -1,0 +1,1040 @@
+//! Bad input is refused by a typed error before anything is sent, odd input works, and secrets stay
+//! secret.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Debug;
+use std::io::ErrorKind;
+use std::net::TcpListener;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::support::server::{Server, unique, wait_until};
+use redis::{Connection, cmd};
+use redisson_lock::{
+    ClientId, Error, LockClient, LockClientBuilder, MAX_NAME_LEN, Owner, OwnerExt, ReentrantLock,
+    Step,
+};
+
+/// How long anything may take that needs no lease to run out; far below the leases that the tests
+/// leave alone.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// Longer than any test: what depends on it has failed.
+const NEVER: Duration = Duration::from_secs(3600);
+
+const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
+
+const PASSWORD: &str = "correcthorsebatterystaple";
+
+/// A client that sends nothing by itself, as no reply is late and nothing is looked after.
+fn quiet() -> LockClientBuilder {
+    LockClient::builder()
+        .command_timeout(Duration::from_secs(60))
+        .recheck_interval(NEVER)
+}
+
+/// What the server has seen: how often each command was called, and which connections there are
+/// with how many subscriptions each.
+#[derive(Debug, PartialEq, Eq)]
+struct Seen {
+    commands: BTreeMap<String, String>,
+    connections: BTreeSet<String>,
+}
+
+impl Seen {
+    fn by(observer: &mut Connection) -> Self {
+        let info: String = cmd("INFO").arg("commandstats").query(observer).unwrap();
+        let commands = info.lines().filter_map(|line| {
+            let (command, rest) = line.strip_prefix("cmdstat_")?.split_once(':')?;
+            let counts = rest
+                .split(',')
+                .filter(|pair| pair.contains("calls"))
+                .collect::<Vec<_>>()
+                .join(",");
+            // The observer's own (Redis before 7.0 does not tell the subcommands of CLIENT apart).
+            (!["info", "client|list", "client"].contains(&command))
+                .then(|| (command.to_owned(), counts))
+        });
+        let commands = commands.collect();
+        let list: String = cmd("CLIENT").arg("LIST").query(observer).unwrap();
+        let kept = ["id=", "sub=", "psub=", "ssub=", "multi=", "db="];
+        let connections = list.lines().map(|line| {
+            let kept = line
+                .split(' ')
+                .filter(|field| kept.iter().any(|name| field.starts_with(name)));
+            kept.collect::<Vec<_>>().join(" ")
+        });
+        Self {
+            commands,
+            connections: connections.collect(),
+        }
+    }
+}
+
+/// What every request for a lock answers.
+async fn every_request(lock: &ReentrantLock, set: Set) -> Vec<Result<(), Error>> {
+    let never = async { panic!("the future ran although the request was refused") };
+    let (mut locking, mut trying, mut running) = (lock.lock(), lock.try_lock(), lock.run(never));
+    if let Some(lease) = set.lease {
+        (locking, trying, running) = (
+            locking.lease(lease),
+            trying.lease(lease),
+            running.lease(lease),
+        );
+    }
+    if let Some(wait) = set.wait {
+        (locking, trying, running) = (locking.wait(wait), trying.wait(wait), running.wait(wait));
+    }
+    vec![
+        locking.await.map(drop),
+        trying.await.map(drop),
+        running.await,
+    ]
+}
+
+#[derive(Clone, Copy, Default)]
+struct Set {
+    lease: Option<Duration>,
+    wait: Option<Duration>,
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn names_that_cannot_be_used_are_refused_before_anything_is_sent() {
+    let server = Server::start();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let mut observer = server.connection();
+    let before = Seen::by(&mut observer);
+    let owner = Owner::from_thread_id(1).unwrap();
+    for name in [
+        String::new(),
+        "x".repeat(MAX_NAME_LEN + 1),
+        "é".repeat(MAX_NAME_LEN / 2 + 1),
+        "x".repeat(1 << 20),
+    ] {
+        let lock = client.lock(&name);
+        let mut answers = every_request(&lock, Set::default()).await;
+        answers.push(lock.unlock().await);
+        answers.push(lock.unlock().with_owner(owner).await);
+        answers.push(lock.force_unlock().await.map(drop));
+        answers.push(lock.is_locked().await.map(drop));
+        answers.push(lock.is_held().with_owner(owner).await.map(drop));
+        answers.push(lock.hold_count().with_owner(owner).await.map(drop));
+        answers.push(lock.remaining_ttl().await.map(drop));
+        answers.push(lock.owners().await.map(drop));
+        answers.push(lock.name().map(drop));
+        for answer in answers {
+            let Err(error @ Error::InvalidName { .. }) = answer else {
+                panic!("{answer:?}")
+            };
+            assert!(
+                error.to_string().len() < 1_000,
+                "the message repeats all of a name of {} bytes",
+                name.len()
+            );
+            assert!(
+                error.to_string().contains(&MAX_NAME_LEN.to_string()),
+                "{error}"
+            );
+        }
+    }
+    assert_eq!(Seen::by(&mut observer), before);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn odd_names_work_from_end_to_end() {
+    let server = Server::start();
+    let url = server.url();
+    // Without re-checks: only a message on the right channel wakes.
+    let (one, other) = (
+        quiet().connect(&url).await.unwrap(),
+        quiet().connect(&url).await.unwrap(),
+    );
+    let mut observer = server.connection();
+    let longest = "n".repeat(MAX_NAME_LEN);
+    let names = [
+        " ",
+        "  ",
+        "a b",
+        "a\tb",
+        "a\r\nb",
+        "\r\n",
+        "\n",
+        "a\0b",
+        "\0",
+        "\u{202e}x",
+        "\u{feff}",
+        "\"",
+        "'",
+        "\"'\\",
+        "{}",
+        "{}x",
+        "a{",
+        "a}b",
+        "a{b}c",
+        "{",
+        "}",
+        "}{",
+        "{{a}}",
+        "käse 🧀",
+        "e\u{301}",
+        "*",
+        "?",
+        "[a]",
+        "$6\r\nfoobar\r\n",
+        "0",
+        "-1",
+        "redisson_lock__channel:{x}",
+        "%00",
+        "'; return 1 --",
+        &longest,
+    ];
+    for name in names {
+        let shown: String = name.chars().take(40).collect();
+        let (mine, theirs) = (one.lock(name), other.lock(name));
+        assert_eq!(mine.name().unwrap(), name);
+        let guard = mine
+            .lock()
+            .await
+            .unwrap_or_else(|error| panic!("{shown:?}: {error}"));
+        assert_eq!(
+            cmd("KEYS")
+                .arg("*")
+                .query::<Vec<String>>(&mut observer)
+                .unwrap(),
+            [name],
+            "{shown:?}"
+        );
+        assert!(theirs.is_locked().await.unwrap());
+        assert!(theirs.try_lock().await.unwrap().is_none(), "{shown:?}");
+        let waiting = tokio::spawn(theirs.lock());
+        wait_until("somebody waits", LIMIT, || {
+            cmd("PUBSUB")
+                .arg("CHANNELS")
+                .query::<Vec<String>>(&mut observer)
+                .unwrap()
+                .len()
+                == 1
+        });
+        guard
+            .unlock()
+            .await
+            .unwrap_or_else(|error| panic!("{shown:?}: {error}"));
+        let woken = tokio::time::timeout(LIMIT, waiting).await;
+        let guard = woken
+            .unwrap_or_else(|_| panic!("{shown:?}: not woken"))
+            .unwrap()
+            .unwrap();
+        let count = guard
+            .run(async { theirs.run(theirs.hold_count()).await })
+            .await;
+        assert_eq!(count.unwrap().unwrap().unwrap(), 2, "{shown:?}");
+        assert!(mine.force_unlock().await.unwrap(), "{shown:?}");
+        assert!(
+            matches!(guard.unlock().await, Err(Error::Lost { .. })),
+            "{shown:?}"
+        );
+        wait_until("nothing is left", LIMIT, || {
+            cmd("PUBSUB")
+                .arg("CHANNELS")
+                .query::<Vec<String>>(&mut observer)
+                .unwrap()
+                .is_empty()
+                && cmd("DBSIZE").query::<i64>(&mut observer).unwrap() == 0
+        });
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn leases_that_cannot_be_used_are_refused_before_anything_is_sent() {
+    let server = Server::start();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let mut observer = server.connection();
+    let lock = client.lock(unique("lease"));
+    let before = Seen::by(&mut observer);
+    for bad in [
+        Duration::ZERO,
+        Duration::from_nanos(1),
+        Duration::from_micros(999),
+        Duration::from_nanos(999_999),
+        LONGEST + Duration::from_millis(1),
+        Duration::from_millis(i64::MAX as u64),
+        Duration::from_millis(u64::MAX),
+        Duration::MAX,
+    ] {
+        for wait in [None, Some(Duration::ZERO), Some(NEVER)] {
+            for answer in every_request(
+                &lock,
+                Set {
+                    lease: Some(bad),
+                    wait,
+                },
+            )
+            .await
+            {
+                let Err(Error::InvalidLease { lease, .. }) = &answer else {
+                    panic!("{bad:?}: {answer:?}")
+                };
+                assert_eq!(*lease, bad);
+            }
+        }
+    }
+    assert_eq!(Seen::by(&mut observer), before);
+    drop(client);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn waits_that_cannot_be_used_are_refused_before_anything_is_sent() {
+    let server = Server::start();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let mut observer = server.connection();
+    let lock = client.lock(unique("wait"));
+    let before = Seen::by(&mut observer);
+    for bad in [
+        Duration::MAX,
+        Duration::from_millis(u64::MAX),
+        LONGEST + Duration::from_nanos(1),
+    ] {
+        for answer in every_request(
+            &lock,
+            Set {
+                wait: Some(bad),
+                lease: None,
+            },
+        )
+        .await
+        {
+            let Err(Error::InvalidWait { wait }) = &answer else {
+                panic!("{bad:?}: {answer:?}")
+            };
+            assert_eq!(*wait, bad);
+        }
+    }
+    assert_eq!(Seen::by(&mut observer), before);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_of_zero_asks_once_and_the_longest_wait_waits() {
+    let server = Server::start();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("wait"));
+    lock.lock()
+        .wait(Duration::ZERO)
+        .await
+        .unwrap()
+        .unlock()
+        .await
+        .unwrap();
+    lock.run(async {}).wait(Duration::ZERO).await.unwrap();
+    let guard = lock.lock().wait(LONGEST).await.unwrap();
+    let begun = Instant::now();
+    let refused = lock.lock().wait(Duration::ZERO).await;
+    assert!(
+        matches!(&refused, Err(Error::Contended { .. })),
+        "{refused:?}"
+    );
+    let refused = lock.run(async {}).wait(Duration::ZERO).await;
+    assert!(
+        matches!(&refused, Err(Error::Contended { .. })),
+        "{refused:?}"
+    );
+    assert!(
+        lock.try_lock()
+            .wait(Duration::ZERO)
+            .await
+            .unwrap()
+            .is_none()
+    );
+    assert!(begun.elapsed() < LIMIT);
+    let waiting = tokio::spawn(lock.try_lock().wait(LONGEST));
+    guard.unlock().await.unwrap();
+    let guard = tokio::time::timeout(LIMIT, waiting)
+        .await
+        .expect("woken")
+        .unwrap()
+        .unwrap();
+    guard.expect("granted").unlock().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lease_is_sent_in_whole_milliseconds() {
+    let server = Server::start();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let mut observer = server.connection();
+    cmd("CONFIG")
+        .arg("SET")
+        .arg("slowlog-log-slower-than")
+        .arg(0)
+        .exec(&mut observer)
+        .unwrap();
+    for (lease, sent) in [
+        (Duration::from_millis(1), "1"),
+        (Duration::from_micros(1_900), "1"),
+        (Duration::from_nanos(60_000_999_999), "60000"),
+        (LONGEST, "315360000000"),
+    ] {
+        let name = unique("lease");
+        cmd("SLOWLOG").arg("RESET").exec(&mut observer).unwrap();
+        // A lease of a millisecond may be over before its grant arrives.
+        let answer = client.lock(&name).try_lock().lease(lease).await;
+        assert!(
+            matches!(&answer, Ok(Some(_)) | Err(Error::Lost { .. })),
+            "{answer:?}"
+        );
+        type Entry = (i64, i64, i64, Vec<String>, String, String);
+        let log: Vec<Entry> = cmd("SLOWLOG")
+            .arg("GET")
+            .arg(100)
+            .query(&mut observer)
+            .unwrap();
+        // EVALSHA sha1 keys name ticket owner lease before target; a release has its channel in the
+        // place of the lease.
+        let acquire = log
+            .into_iter()
+            .map(|entry| entry.3)
+            .find(|words| words.len() == 9 && words[3] == name && words[6].parse::<u64>().is_ok());
+        assert_eq!(acquire.expect("the acquire")[6], sent, "{lease:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn settings_out_of_bounds_are_refused_before_anything_is_sent() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let url = format!(
+        "redis://127.0.0.1:{}",
+        listener.local_addr().unwrap().port()
+    );
+    let ms = Duration::from_millis;
+    let long = NEVER + Duration::from_nanos(1);
+    let builder = LockClient::builder;
+    for (setting, wrong) in [
+        (
+            "watchdog timeout",
+            builder().watchdog_timeout(Duration::ZERO),
+        ),
+        (
+            "watchdog timeout",
+            builder().watchdog_timeout(ms(50) - Duration::from_nanos(1)),
+        ),
+        (
+            "watchdog timeout",
+            builder().watchdog_timeout(LONGEST + ms(1)),
+        ),
+        (
+            "watchdog timeout",
+            builder().watchdog_timeout(Duration::MAX),
+        ),
+        (
+            "recheck interval",
+            builder().recheck_interval(Duration::ZERO),
+        ),
+        ("recheck interval", builder().recheck_interval(ms(9))),
+        ("recheck interval", builder().recheck_interval(long)),
+        (
+            "recheck interval",
+            builder().recheck_interval(Duration::MAX),
+        ),
+        ("retry timeout", builder().retry_timeout(long)),
+        ("retry timeout", builder().retry_timeout(Duration::MAX)),
+        ("connect timeout", builder().connect_timeout(Duration::ZERO)),
+        (
+            "connect timeout",
+            builder().connect_timeout(Duration::from_micros(999)),
+        ),
+        ("connect timeout", builder().connect_timeout(long)),
+        ("connect timeout", builder().connect_timeout(Duration::MAX)),
+        ("command timeout", builder().command_timeout(Duration::ZERO)),
+        ("command timeout", builder().command_timeout(ms(9))),
+        ("command timeout", builder().command_timeout(long)),
+        ("command timeout", builder().command_timeout(Duration::MAX)),
+        ("renewal batch size", builder().renewal_batch_size(0)),
+        ("renewal batch size", builder().renewal_batch_size(1001)),
+        (
+            "renewal batch size",
+            builder().renewal_batch_size(usize::MAX),
+        ),
+    ] {
+        match wrong.clone().connect(&url).await {
+            Err(Error::InvalidConfig {
+                setting: named,
+                allowed,
+                ..
+            }) => {
+                assert_eq!(named, setting);
+                assert!(allowed.contains("to"), "{allowed}");
+            }
+            other => panic!("{wrong:?}: {other:?}"),
+        }
+    }
+    let nobody = listener.accept().expect_err("a connection was opened");
+    assert_eq!(nobody.kind(), ErrorKind::WouldBlock);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn settings_at_their_bounds_are_taken() {
+    let server = Server::start();
+    let ms = Duration::from_millis;
+    let builder = LockClient::builder;
+    for right in [
+        builder().watchdog_timeout(LONGEST),
+        builder().recheck_interval(ms(10)),
+        builder()
+            .recheck_interval(NEVER)
+            .retry_timeout(NEVER)
+            .connect_timeout(NEVER)
+            .command_timeout(NEVER),
+        builder().renewal_batch_size(1),
+        builder().renewal_batch_size(1000),
+    ] {
+        let client = right
+            .clone()
+            .connect(&server.url())
+            .await
+            .unwrap_or_else(|error| panic!("{right:?}: {error}"));
+        client
+            .lock(unique("bounds"))
+            .run(async {})
+            .await
+            .unwrap_or_else(|error| panic!("{right:?}: {error}"));
+        client
+            .shutdown()
+            .await
+            .unwrap_or_else(|error| panic!("{right:?}: {error}"));
+    }
+    // These are too short to be sure of an answer, but not too short to be refused.
+    for right in [
+        builder().watchdog_timeout(ms(50)),
+        builder().command_timeout(ms(10)),
+        builder().connect_timeout(ms(1)),
+    ] {
+        let refused = right.clone().connect(&server.url()).await.err();
+        assert!(
+            !matches!(refused, Some(Error::InvalidConfig { .. })),
+            "{right:?}: {refused:?}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_time_for_retries_the_first_answer_is_waited_for_all_the_same() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .retry_timeout(Duration::ZERO)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let mut observer = server.connection();
+    let lock = client.lock(unique("retry"));
+    // The server is well and takes its time, far less than the command timeout.
+    let mut busy = || {
+        cmd("CLIENT")
+            .arg("PAUSE")
+            .arg(300)
+            .exec(&mut observer)
+            .unwrap()
+    };
+    busy();
+    let guard = lock.lock().await.unwrap();
+    busy();
+    guard.unlock().await.unwrap();
+    let guard = lock.lock().await.unwrap();
+    busy();
+    drop(guard);
+    client.shutdown().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn urls_that_cannot_be_used_are_refused_and_not_repeated() {
+    let secret = format!("me:{PASSWORD}@127.0.0.1:1");
+    let urls = [
+        "".into(),
+        " ".into(),
+        "garbage".into(),
+        "redis".into(),
+        "redis:".into(),
+        "redis://".into(),
+        "redis:///0".into(),
+        "redis://:6379".into(),
+        "127.0.0.1:6379".into(),
+        "//127.0.0.1".into(),
+        "\0".into(),
+        format!("redis://me:{PASSWORD}@"),
+        format!("redis://me:{PASSWORD}@/0"),
+        format!("redis://me:{PASSWORD}@:6379"),
+        format!("redis://me:{PASSWORD}@127.0.0.1:port"),
+        format!("redis://me:{PASSWORD}@127.0.0.1:65536"),
+        format!("redis://me:{PASSWORD}@127.0.0.1:-1"),
+        format!("redis://me:{PASSWORD}@[::1"),
+        format!("redis://me:{PASSWORD}@a b"),
+        format!("redis://{secret}/x"),
+        format!("redis://{secret}/-1"),
+        format!("redis://{secret}/1/2"),
+        format!("redis://{secret}/99999999999999999999"),
+        format!("redis://{secret}?timeout=1"),
+        format!("redis://{secret}/0?timeout=1"),
+        format!("redis://{secret}#fragment"),
+        format!("http://{secret}"),
+        format!("https://{secret}"),
+        format!("unix://{secret}"),
+        format!("redis+unix://{secret}"),
+        format!("redis-socket://{secret}"),
+        format!("redis-cluster://{secret}"),
+        format!("redis-sentinel://{secret}?sentinelServiceName=x"),
+        format!("rediss-cluster://{secret}"),
+        format!("valkey-cluster://{secret}"),
+        format!("tcp://{secret}"),
+    ];
+    for url in urls {
+        match tokio::time::timeout(LIMIT, LockClient::connect(&url))
+            .await
+            .expect("an answer")
+        {
+            Err(error @ Error::InvalidConfig { setting: "url", .. }) => {
+                assert_no_secret(&error);
+                assert!(
+                    error.to_string().contains("redis://"),
+                    "the right form is not named: {error}"
+                );
+            }
+            other => panic!("{url:?}: {other:?}"),
+        }
+    }
+    for scheme in ["rediss", "valkeys"] {
+        let Err(error @ Error::InvalidConfig { .. }) =
+            LockClient::connect(&format!("{scheme}://{secret}")).await
+        else {
+            panic!("{scheme}: plain text although TLS was asked for");
+        };
+        assert_no_secret(&error);
+        assert!(error.to_string().contains("TLS"), "{error}");
+    }
+}
+
+#[track_caller]
+fn assert_no_secret(shown: &(impl Debug + ToString)) {
+    for text in [
+        format!("{shown:?}"),
+        format!("{shown:#?}"),
+        shown.to_string(),
+    ] {
+        assert!(!text.contains(PASSWORD), "the password shows: {text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn other_forms_of_a_url_work() {
+    let server = Server::start();
+    let port = server.port();
+    for url in [
+        format!("redis://127.0.0.1:{port}/"),
+        format!("redis://127.0.0.1:{port}/0"),
+        format!("redis://localhost:{port}"),
+        format!("valkey://127.0.0.1:{port}"),
+        format!("REDIS://127.0.0.1:{port}"),
+    ] {
+        let client = LockClient::connect(&url)
+            .await
+            .unwrap_or_else(|error| panic!("{url}: {error}"));
+        client
+            .lock(unique("url"))
+            .run(async {})
+            .await
+            .unwrap_or_else(|error| panic!("{url}: {error}"));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_password_shows_nowhere() {
+    let log = Log::capture();
+    let server = Server::builder().password(PASSWORD).start();
+    let url = server.url();
+    assert!(url.contains(PASSWORD));
+    let builder = quiet();
+    let client = builder.clone().connect(&url).await.unwrap();
+    let lock = client.lock(unique("secret"));
+    let guard = lock.lock().await.unwrap();
+    let shown = format!(
+        "{builder:?} {client:?} {lock:?} {guard:?} {:?} {:?}",
+        lock.lock(),
+        lock.run(async {})
+    );
+    assert!(!shown.contains(PASSWORD), "{shown}");
+    guard.unlock().await.unwrap();
+    client.shutdown().await.unwrap();
+
+    let wrong = format!("redis://:{PASSWORD}x@127.0.0.1:{}", server.port());
+    let nobody = format!("redis://:{PASSWORD}@127.0.0.1:{}", unused_port());
+    let nowhere = format!("redis://me:{PASSWORD}@no-such-host.invalid:6379");
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let silence = format!("redis://:{PASSWORD}@{}", silent.local_addr().unwrap());
+    for url in [wrong, nobody, nowhere, silence] {
+        let builder = quiet().connect_timeout(Duration::from_millis(500));
+        let error = tokio::time::timeout(LIMIT, builder.connect(&url))
+            .await
+            .expect("an answer")
+            .unwrap_err();
+        assert_no_secret(&error);
+    }
+    let log = log.text();
+    assert!(!log.contains(PASSWORD), "the log tells it");
+}
+
+/// Connects with a password that is escaped in the URL, as the default user and as another one.
+async fn connect_with_password(password: &str, escaped: &str) {
+    let server = Server::start();
+    let mut observer = server.connection();
+    cmd("ACL")
+        .arg(&[
+            "SETUSER",
+            "me",
+            "on",
+            &format!(">{password}"),
+            "~*",
+            "&*",
+            "+@all",
+        ])
+        .exec(&mut observer)
+        .unwrap();
+    cmd("CONFIG")
+        .arg("SET")
+        .arg("requirepass")
+        .arg(password)
+        .exec(&mut observer)
+        .unwrap();
+    for user in ["", "me"] {
+        let url = format!("redis://{user}:{escaped}@127.0.0.1:{}", server.port());
+        let client = LockClient::connect(&url)
+            .await
+            .unwrap_or_else(|error| panic!("{user:?}: {password:?}: {error}"));
+        client.lock(unique("escaped")).run(async {}).await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_password_that_is_escaped_in_the_url_is_understood() {
+    connect_with_password("a@b:c/d?e#f%25+\u{e9}", "a%40b%3Ac%2Fd%3Fe%23f%2525+%C3%A9").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_password_with_a_space_is_understood() {
+    connect_with_password("two words", "two%20words").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_password_with_a_quote_is_understood() {
+    connect_with_password("a\"b'c", "a%22b'c").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_password_is_no_way_to_slip_a_command_in() {
+    // With a password: a user without one is let in with any.
+    let server = Server::builder().password(PASSWORD).start();
+    let mut observer = server.connection();
+    cmd("SET")
+        .arg("treasure")
+        .arg("x")
+        .exec(&mut observer)
+        .unwrap();
+    // Whether a password with a line break is refused or sent as it is: it is not what it looks
+    // like.
+    let url = format!(
+        "redis://:x%0D%0ADEL%20treasure%0D%0A@127.0.0.1:{}",
+        server.port()
+    );
+    let builder = LockClient::builder().connect_timeout(Duration::from_secs(1));
+    let answer = tokio::time::timeout(LIMIT, builder.connect(&url))
+        .await
+        .expect("an answer");
+    let kept: bool = cmd("EXISTS").arg("treasure").query(&mut observer).unwrap();
+    assert!(kept, "a command in the password was run");
+    assert!(answer.is_err(), "{answer:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wrong_login_is_a_typed_error_at_once() {
+    let server = Server::builder().password(PASSWORD).start();
+    let port = server.port();
+    for url in [
+        format!("redis://:wrong@127.0.0.1:{port}"),
+        format!("redis://nobody:{PASSWORD}@127.0.0.1:{port}"),
+        format!("redis://127.0.0.1:{port}"),
+    ] {
+        let begun = Instant::now();
+        let answer = LockClient::builder()
+            .connect_timeout(3 * LIMIT)
+            .connect(&url)
+            .await;
+        let Err(Error::Server {
+            lock: None,
+            message,
+        }) = &answer
+        else {
+            panic!("{url}: {answer:?}")
+        };
+        assert!(begun.elapsed() < LIMIT, "{:?}", begun.elapsed());
+        assert!(
+            message.contains("WRONGPASS") || message.contains("NOAUTH"),
+            "{url}: {message}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_database_that_is_not_there_is_an_error_at_once() {
+    let server = Server::start();
+    let mut observer = server.connection();
+    let url = format!("{}/99", server.url());
+    let answer = LockClient::builder()
+        .connect_timeout(3 * LIMIT)
+        .connect(&url);
+    match tokio::time::timeout(LIMIT, answer).await.expect("at once") {
+        Err(Error::Server { .. } | Error::Connection { .. }) => {}
+        Err(error) => panic!("{error}"),
+        Ok(client) => {
+            let locked = client.lock("in-which-database").lock().await;
+            let keys: Vec<String> = cmd("KEYS").arg("*").query(&mut observer).unwrap();
+            panic!("connected; locking gives {locked:?}, and database 0 has {keys:?}");
+        }
+    }
+}
+
+fn unused_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_is_not_there_is_a_typed_error_at_once() {
+    let begun = Instant::now();
+    let url = format!("redis://127.0.0.1:{}", unused_port());
+    let answer = LockClient::builder()
+        .connect_timeout(3 * LIMIT)
+        .connect(&url)
+        .await;
+    assert!(
+        matches!(&answer, Err(Error::Connection { .. })),
+        "{answer:?}"
+    );
+    assert!(begun.elapsed() < LIMIT, "{:?}", begun.elapsed());
+
+    // It takes the connection and never says a word.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let begun = Instant::now();
+    let after = Duration::from_millis(300);
+    let url = format!("redis://{}", silent.local_addr().unwrap());
+    let answer = LockClient::builder()
+        .connect_timeout(after)
+        .connect(&url)
+        .await;
+    match &answer {
+        Err(Error::Timeout {
+            step: Step::Connect,
+            after: told,
+        }) => assert_eq!(*told, after),
+        Err(Error::Connection { .. }) => {}
+        other => panic!("{other:?}"),
+    }
+    assert!(begun.elapsed() < LIMIT, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn thread_ids_that_are_not_positive_are_refused() {
+    for id in [0, -1, i64::MIN] {
+        let answer = Owner::from_thread_id(id);
+        let Err(Error::InvalidConfig {
+            setting: "thread id",
+            problem,
+            ..
+        }) = &answer
+        else {
+            panic!("{answer:?}")
+        };
+        assert!(problem.contains(&id.to_string()), "{problem}");
+    }
+    for id in [1, 52, i64::MAX] {
+        assert_eq!(Owner::from_thread_id(id).unwrap().thread_id(), id);
+    }
+}
+
+#[test]
+fn client_ids_that_are_no_uuid_are_refused() {
+    for text in [
+        "",
+        " ",
+        "52",
+        "not-a-uuid",
+        "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e1",
+        "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e111",
+    ]
+    .into_iter()
+    .chain([
+        "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e1g",
+        "6f1b5cd0:7c40:4f0a:9e0d:2b7a3c1d9e11",
+        "\u{202e}",
+    ]) {
+        let answer = text.parse::<ClientId>();
+        assert!(
+            matches!(
+                &answer,
+                Err(Error::InvalidConfig {
+                    setting: "client id",
+                    ..
+                })
+            ),
+            "{text:?}: {answer:?}"
+        );
+    }
+    // What is taken is written as Redisson writes it.
+    let id: ClientId = "6F1B5CD0-7C40-4F0A-9E0D-2B7A3C1D9E11".parse().unwrap();
+    assert_eq!(id.to_string(), "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11");
+    assert_eq!(id.to_string().parse::<ClientId>().unwrap(), id);
+    assert_ne!(ClientId::random(), ClientId::random());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_of_another_type_is_a_server_error_and_stays() {
+    let server = Server::start();
+    let client = quiet().connect(&server.url()).await.unwrap();
+    let mut observer = server.connection();
+    let name = unique("type");
+    let lock = client.lock(&name);
+    let owner = Owner::from_thread_id(52).unwrap();
+    for make in [
+        vec!["SET", &name, "x"],
+        vec!["RPUSH", &name, "x"],
+        vec!["SADD", &name, "x"],
+    ] {
+        redis::Cmd::new().arg(&make).exec(&mut observer).unwrap();
+        let dump = |observer: &mut Connection| -> Vec<u8> {
+            cmd("DUMP").arg(&name).query(observer).unwrap()
+        };
+        let before = dump(&mut observer);
+        let mut answers = every_request(&lock, Set::default()).await;
+        answers.extend(
+            every_request(
+                &lock,
+                Set {
+                    wait: Some(NEVER),
+                    lease: Some(LIMIT),
+                },
+            )
+            .await,
+        );
+        answers.extend(every_request(&lock, Set::default()).with_owner(owner).await);
+        answers.push(lock.unlock().with_owner(owner).await);
+        answers.push(lock.force_unlock().await.map(drop));
+        for (at, answer) in answers.into_iter().enumerate() {
+            let Err(Error::Server {
+                lock: Some(lock),
+                message,
+            }) = &answer
+            else {
+                panic!("answer {at}: {answer:?}")
+            };
+            assert_eq!(*lock, name);
+            assert!(message.contains("WRONGTYPE"), "{message}");
+        }
+        assert_eq!(dump(&mut observer), before);
+        assert_eq!(
+            cmd("PTTL").arg(&name).query::<i64>(&mut observer).unwrap(),
+            -1
+        );
+        cmd("DEL").arg(&name).exec(&mut observer).unwrap();
+    }
+
+    // A key that changes its type under a hold: the lock is lost, and the key is not ours to take.
+    let guard = lock.lock().await.unwrap();
+    cmd("SET").arg(&name).arg("x").exec(&mut observer).unwrap();
+    let answer = guard.unlock().await;
+    assert!(matches!(&answer, Err(Error::Lost { .. })), "{answer:?}");
+    drop(client);
+    assert_eq!(
+        cmd("GET")
+            .arg(&name)
+            .query::<String>(&mut observer)
+            .unwrap(),
+        "x"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_key_that_becomes_another_type_ends_the_waiting_for_it() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .recheck_interval(Duration::from_millis(20))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let mut observer = server.connection();
+    let name = unique("type");
+    cmd("HSET")
+        .arg(&name)
+        .arg("somebody")
+        .arg(1)
+        .exec(&mut observer)
+        .unwrap();
+    let waiting = tokio::spawn(client.lock(&name).lock());
+    wait_until("it waits", LIMIT, || {
+        cmd("PUBSUB")
+            .arg("CHANNELS")
+            .query::<Vec<String>>(&mut observer)
+            .unwrap()
+            .len()
+            == 1
+    });
+    cmd("SET").arg(&name).arg("x").exec(&mut observer).unwrap();
+    let answer = tokio::time::timeout(LIMIT, waiting)
+        .await
+        .expect("an answer")
+        .unwrap();
+    assert!(matches!(&answer, Err(Error::Server { .. })), "{answer:?}");
+    assert_eq!(
+        cmd("GET")
+            .arg(&name)
+            .query::<String>(&mut observer)
+            .unwrap(),
+        "x"
+    );
+}
+
+/// All that is traced in this process, by whichever crate.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    fn capture() -> Self {
+        static LOG: OnceLock<Log> = OnceLock::new();
+        let capture = || {
+            let log = Log::default();
+            let writer = log.clone();
+            tracing_subscriber::fmt()
+                .with_ansi(false)
+                .with_max_level(tracing::Level::TRACE)
+                .with_writer(move || writer.clone())
+                .init();
+            log
+        };
+        LOG.get_or_init(capture).clone()
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.0.lock().unwrap_or_else(PoisonError::into_inner)).into_owned()
+    }
+}
+
+impl std::io::Write for Log {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .extend_from_slice(line);
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,161 @@
+//! Trouble under load: scripts that the server forgets and connections that are killed, again and
+//! again.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use crate::support::observe::{channels, info};
+use crate::support::proxy::Proxy;
+use crate::support::server::{Server, unique, wait_until};
+use redisson_lock::LockClient;
+use tokio::time::{sleep, timeout};
+
+/// Far more than any step takes, far less than the leases in these tests.
+const SOON: Duration = Duration::from_secs(10);
+
+fn ms(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn scripts_that_the_server_forgets_are_sent_again() {
+    let server = Server::start();
+    under_load(&server, |redis| {
+        redis::cmd("SCRIPT").arg("FLUSH").exec(redis).unwrap();
+        std::thread::sleep(ms(2));
+    })
+    .await;
+    let whole = info(
+        &mut server.connection(),
+        "commandstats",
+        "cmdstat_eval:",
+        "calls=",
+    );
+    assert!(whole > 0, "no script was ever missing");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn connections_that_are_killed_again_and_again_spoil_no_count() {
+    let server = Server::start();
+    under_load(&server, |redis| {
+        redis::cmd("CLIENT")
+            .arg(&["KILL", "TYPE", "normal"])
+            .exec(redis)
+            .unwrap();
+        std::thread::sleep(ms(20));
+    })
+    .await;
+}
+
+/// A busy server accepts a connection and refuses what is asked on it: no reason to try again
+/// without a pause.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_busy_server_is_not_stormed_with_connections() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    redis::cmd("CONFIG")
+        .arg(&["SET", "lua-time-limit", "50"])
+        .exec(&mut redis)
+        .unwrap();
+    let proxy = Proxy::start(&server).await;
+    let client = LockClient::connect(&proxy.url()).await.unwrap();
+    let mut stuck = server.connection();
+    let script = std::thread::spawn(move || {
+        redis::cmd("EVAL")
+            .arg("while true do end")
+            .arg(0)
+            .exec(&mut stuck)
+    });
+    wait_until("the server is busy", SOON, || {
+        redis::cmd("PING")
+            .exec(&mut redis)
+            .is_err_and(|error| error.code() == Some("BUSY"))
+    });
+    proxy.close_now();
+    sleep(ms(4_000)).await;
+    redis::cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
+    script.join().unwrap().unwrap_err();
+    let received = info(&mut redis, "stats", "total_connections_received:", "");
+    assert!(received < 100, "{received} connections in 4 s");
+    assert_eq!(client.lock(unique("stock")).is_locked().await, Ok(false));
+}
+
+/// Fifty tasks lock and unlock five locks, a thousand times in all, while something goes wrong
+/// again and again.
+async fn under_load(
+    server: &Server,
+    mut trouble: impl FnMut(&mut redis::Connection) + Send + 'static,
+) {
+    const TASKS: usize = 50;
+    const ROUNDS: u64 = 20;
+    let client = LockClient::builder()
+        .recheck_interval(ms(200))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let locks: Arc<Vec<_>> = Arc::new(
+        (0..5)
+            .map(|_| {
+                (
+                    client.lock(unique("stock")),
+                    AtomicBool::new(false),
+                    AtomicU64::new(0),
+                )
+            })
+            .collect(),
+    );
+    let over = Arc::new(AtomicBool::new(false));
+    let troublemaker = std::thread::spawn({
+        let (mut redis, over) = (server.connection(), Arc::clone(&over));
+        move || {
+            let mut times = 0;
+            while !over.load(Ordering::Acquire) {
+                trouble(&mut redis);
+                times += 1;
+            }
+            times
+        }
+    });
+    let tasks: Vec<_> = (0..TASKS)
+        .map(|task| {
+            let locks = Arc::clone(&locks);
+            tokio::spawn(async move {
+                let (lock, occupied, count) = &locks[task % locks.len()];
+                for _ in 0..ROUNDS {
+                    let guard = lock.lock().await.unwrap();
+                    assert!(
+                        !occupied.swap(true, Ordering::AcqRel),
+                        "two hold it at once"
+                    );
+                    let before = count.load(Ordering::Acquire);
+                    tokio::task::yield_now().await;
+                    count.store(before + 1, Ordering::Release);
+                    assert!(occupied.swap(false, Ordering::AcqRel));
+                    guard.unlock().await.unwrap();
+                }
+            })
+        })
+        .collect();
+    for task in tasks {
+        timeout(6 * SOON, task)
+            .await
+            .expect("a task hangs")
+            .unwrap();
+    }
+    over.store(true, Ordering::Release);
+    let times: u64 = troublemaker.join().unwrap();
+    assert!(times >= 3, "no trouble: {times} times");
+    let counted: u64 = locks
+        .iter()
+        .map(|(_, _, count)| count.load(Ordering::Acquire))
+        .sum();
+    assert_eq!(counted, TASKS as u64 * ROUNDS);
+    let mut redis = server.connection();
+    wait_until("no key is left", SOON, || {
+        redis::cmd("DBSIZE").query(&mut redis) == Ok(0)
+    });
+    wait_until("no subscription is left", SOON, || {
+        channels(&mut redis) == 0
+    });
+}

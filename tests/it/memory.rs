@@ -1,0 +1,278 @@
+//! What a client and its locks cost, in bytes that are allocated.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use redisson_lock::{Error, LockClient, LockGuard, Owner, OwnerExt, OwnerPolicy, ReentrantLock};
+
+use crate::support::process::{self, Worker};
+use crate::support::server::{Server, unique, wait_until};
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// The system's allocator, which counts.
+struct Counting;
+
+static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+// SAFETY: everything is passed on to the system's allocator, as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATED.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promises are the same.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        ALLOCATED.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's promises are the same.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+/// Runs a measurement in a process of its own: the allocator counts the bytes of the whole process.
+fn in_own_process(measurement: &str) {
+    let mut worker = Worker::start("memory::worker_process", measurement, &[]);
+    let status = worker.ended(Duration::from_secs(120));
+    assert!(
+        status.success(),
+        "{measurement}: {status} (see the panic above)"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn worker_process() {
+    match process::role().as_deref() {
+        None => {}
+        Some("client") => client().await,
+        Some("detached_hold") => detached_hold().await,
+        Some("lost_holds_of_tasks") => lost_holds_of_tasks().await,
+        Some("lost_holds_of_relocking_tasks") => lost_holds_of_relocking_tasks().await,
+        Some("refused_release") => refused_release().await,
+        Some(other) => panic!("no measurement {other:?}"),
+    }
+}
+
+/// Repeats `work` until one round leaves less than `limit` bytes more than there were before it.
+///
+/// Tables double their capacity now and then, so a single round may grow. A leak grows with each
+/// round.
+async fn stops_growing(what: &str, limit: usize, mut work: impl AsyncFnMut()) {
+    const ROUNDS: usize = 6;
+    let mut rounds = Vec::new();
+    for _ in 0..ROUNDS {
+        let before = ALLOCATED.load(Ordering::Relaxed);
+        work().await;
+        // What has been released by the tasks of the client is deallocated a moment later.
+        for _ in 0..200 {
+            if grown(before) < limit {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        rounds.push(grown(before));
+    }
+    panic!("{what}: each of {ROUNDS} rounds left {limit} bytes or more: {rounds:?}");
+}
+
+/// How much more is allocated than it was.
+fn grown(before: usize) -> usize {
+    ALLOCATED.load(Ordering::Relaxed).saturating_sub(before)
+}
+
+#[test]
+fn client_allocates_less_than_a_megabyte() {
+    in_own_process("client");
+}
+
+#[test]
+fn detached_hold_with_expired_lease_keeps_no_memory() {
+    in_own_process("detached_hold");
+}
+
+#[test]
+fn lost_detached_holds_of_tasks_are_kept_up_to_a_limit() {
+    in_own_process("lost_holds_of_tasks");
+}
+
+#[test]
+fn lost_detached_holds_of_relocking_tasks_are_kept_up_to_a_limit() {
+    in_own_process("lost_holds_of_relocking_tasks");
+}
+
+#[test]
+fn refused_release_with_expired_lease_keeps_no_memory() {
+    in_own_process("refused_release");
+}
+
+/// One client for a process is enough, but a program that has one for each of many servers should
+/// not feel it.
+async fn client() {
+    const CLIENTS: usize = 20;
+    let server = Server::start();
+    // What the first one allocates for all is not counted.
+    let _first = LockClient::connect(&server.url()).await.unwrap();
+    let before = ALLOCATED.load(Ordering::Relaxed);
+    let mut clients = Vec::new();
+    for _ in 0..CLIENTS {
+        clients.push(LockClient::connect(&server.url()).await.unwrap());
+    }
+    let each = grown(before) / CLIENTS;
+    assert!(each < 1 << 20, "a client costs {} KiB", each / 1024);
+}
+
+/// A hold that was forgotten waits for its unlock. Where no scope has its owner that unlock cannot
+/// come, and when its lease is over nothing may be left of it: a service would grow with each lock
+/// that it takes for a fixed time.
+async fn detached_hold() {
+    const HOLDS: usize = 1_000;
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let take = async |count: usize| -> Vec<LockGuard> {
+        let mut guards = Vec::new();
+        for _ in 0..count {
+            guards.push(
+                client
+                    .lock(unique("stock"))
+                    .lock()
+                    .lease(Duration::from_secs(1))
+                    .await
+                    .unwrap(),
+            );
+        }
+        guards
+    };
+    stops_growing("detached holds", 100 * HOLDS, async || {
+        take(HOLDS).await.into_iter().for_each(|guard| {
+            guard.forget();
+        });
+        wait_until("the leases have expired", LIMIT, || keys(&server) == 0);
+    })
+    .await;
+}
+
+/// Under a owner for each task an unlock may still come, and is told; but not for ever: the tasks
+/// may have ended.
+async fn lost_holds_of_tasks() {
+    const REMEMBERED: usize = 1_000;
+    let server = Server::start();
+    let client = LockClient::builder()
+        .owner_policy(OwnerPolicy::PerTask)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let forget = async |count: usize| {
+        for _ in 0..count {
+            let lock = client.lock(unique("stock"));
+            let locked = async move {
+                lock.lock()
+                    .lease(Duration::from_millis(500))
+                    .await
+                    .unwrap()
+                    .forget()
+            };
+            tokio::spawn(locked).await.unwrap();
+        }
+        wait_until("the server has forgotten them", LIMIT, || {
+            keys(&server) == 0
+        });
+    };
+    stops_growing("lost holds", 100 * REMEMBERED, async || {
+        forget(2 * REMEMBERED).await
+    })
+    .await;
+    // This very task is among the latest.
+    let lock = client.lock(unique("stock"));
+    lock.lock()
+        .lease(Duration::from_millis(100))
+        .await
+        .unwrap()
+        .forget();
+    wait_until("its lease is over", LIMIT, || keys(&server) == 0);
+    assert!(matches!(lock.unlock().await, Err(Error::Lost { .. })));
+    assert!(matches!(lock.unlock().await, Err(Error::NotHeld { .. })));
+}
+
+/// The same where a task locks again before it ends: the hold that was lost first is remembered,
+/// too, and within the same limit.
+async fn lost_holds_of_relocking_tasks() {
+    const TASKS: usize = 2_000;
+    let server = Server::start();
+    let client = LockClient::builder()
+        .owner_policy(OwnerPolicy::PerTask)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let forget = async |count: usize| {
+        for _ in 0..count / 500 {
+            let tasks = (0..500).map(|_| {
+                let lock = client.lock(unique("stock"));
+                tokio::spawn(async move {
+                    let take = || lock.lock().lease(Duration::from_millis(500));
+                    let first = take().await.unwrap();
+                    let lost = first.lost();
+                    first.forget();
+                    lost.await;
+                    // The server forgets it a margin later.
+                    take().await.unwrap().forget();
+                })
+            });
+            for task in futures::future::join_all(tasks).await {
+                task.unwrap();
+            }
+        }
+        wait_until("the server has forgotten them", LIMIT, || {
+            keys(&server) == 0
+        });
+    };
+    stops_growing("lost holds", 100 * TASKS, async || forget(TASKS).await).await;
+}
+
+/// What came of a release that was refused is not known, so its owner's entry stays: until the
+/// server can have nothing of it any more, whoever the owner is.
+async fn refused_release() {
+    const HOLDS: usize = 500;
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let mut refuse = async |count: usize| {
+        let locks: Vec<_> = (0..count).map(|_| client.lock(unique("stock"))).collect();
+        let owner = Owner::from_thread_id(7).unwrap();
+        let take = |lock: &ReentrantLock| {
+            lock.lock()
+                .lease(Duration::from_secs(3))
+                .with_owner(owner)
+                .into_future()
+        };
+        let guards = futures::future::try_join_all(locks.iter().map(take))
+            .await
+            .unwrap();
+        redis::cmd("ACL")
+            .arg(&["SETUSER", "default", "-evalsha", "-eval"])
+            .exec(&mut redis)
+            .unwrap();
+        for guard in guards {
+            let told = guard.unlock().await;
+            assert!(matches!(told, Err(Error::Server { .. })), "{told:?}");
+        }
+        redis::cmd("ACL")
+            .arg(&["SETUSER", "default", "+evalsha", "+eval"])
+            .exec(&mut redis)
+            .unwrap();
+        wait_until("the leases are over", LIMIT, || keys(&server) == 0);
+    };
+    stops_growing("refused releases", 100 * HOLDS, async || {
+        refuse(HOLDS).await
+    })
+    .await;
+}
+
+fn keys(server: &Server) -> usize {
+    redis::cmd("DBSIZE")
+        .query(&mut server.connection())
+        .unwrap()
+}

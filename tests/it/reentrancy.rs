@@ -1,0 +1,451 @@
+//! Who re-enters and who is kept out: owners, scopes and policies.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use crate::support::bench::{Bench, LIMIT};
+use crate::support::server::{unique, wait_until, wait_until_async};
+use redisson_lock::{Error, LockClient, Owner, OwnerExt, OwnerPolicy, ReentrantLock};
+use tokio::runtime::Handle;
+use tokio::task::{JoinSet, yield_now};
+
+/// Longer than any test: what depends on it has failed.
+const NEVER: Duration = Duration::from_secs(3600);
+
+/// Counts who is inside at the same time.
+#[derive(Default)]
+struct Room {
+    inside: AtomicUsize,
+    most: AtomicUsize,
+}
+
+impl Room {
+    /// Stays long enough for everybody else to come in who can.
+    async fn stay(&self) {
+        let inside = self.inside.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most.fetch_max(inside, Ordering::SeqCst);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        self.inside.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn most(&self) -> usize {
+        self.most.load(Ordering::SeqCst)
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_nested_run_re_enters() {
+    let mut bench = Bench::shared(LockClient::builder()).await;
+    let lock = &bench.lock;
+    let counts = lock
+        .run(async {
+            let one = lock.hold_count().await.unwrap();
+            let (two, three) = lock
+                .run(async {
+                    let two = lock.hold_count().await.unwrap();
+                    (
+                        two,
+                        lock.run(async { lock.hold_count().await.unwrap() })
+                            .await
+                            .unwrap(),
+                    )
+                })
+                .await
+                .unwrap();
+            [one, two, three, lock.hold_count().await.unwrap()]
+        })
+        .await
+        .unwrap();
+    assert_eq!(counts, [1, 2, 3, 1]);
+    assert_eq!(bench.fields(), HashMap::new());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_way_to_lock_re_enters_in_a_scope() {
+    let mut bench = Bench::shared(LockClient::builder()).await;
+    let lock = bench.lock.clone();
+    let (owner, guards) = Owner::scope(async {
+        let guards = [
+            lock.lock().await.unwrap(),
+            lock.lock().wait(Duration::ZERO).await.unwrap(),
+            lock.lock().lease(LIMIT).await.unwrap(),
+            lock.try_lock().await.unwrap().expect("a re-entry"),
+            lock.try_lock()
+                .wait(LIMIT)
+                .lease(LIMIT)
+                .await
+                .unwrap()
+                .expect("a re-entry"),
+        ];
+        assert_eq!(lock.hold_count().await.unwrap(), 5);
+        assert!(lock.is_held().await.unwrap());
+        (Owner::current().unwrap(), guards)
+    })
+    .await;
+    assert_eq!(
+        bench.fields(),
+        HashMap::from([(format!("{}:{owner}", bench.client.client_id()), 5)])
+    );
+    assert!(guards.iter().all(|guard| guard.owner() == owner));
+    assert_eq!(
+        lock.hold_count().await.unwrap(),
+        0,
+        "outside the scope nobody is the owner"
+    );
+    assert!(
+        lock.try_lock().await.unwrap().is_none(),
+        "outside the scope it is a lock that somebody holds"
+    );
+    for (left, guard) in (0..5).rev().zip(guards) {
+        guard.unlock().await.unwrap();
+        assert_eq!(bench.count(), left);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn owner_is_the_same_in_every_task() {
+    let mut bench = Bench::shared(LockClient::builder()).await;
+    let owner = Owner::new();
+    let lock = bench.lock.clone();
+    let first = lock.lock().with_owner(owner).await.unwrap();
+    let task = tokio::spawn(async move { lock.lock().await }.with_owner(owner));
+    let second = task.await.unwrap().unwrap();
+    assert_eq!((first.owner(), second.owner()), (owner, owner));
+    assert_eq!(bench.count(), 2);
+    let stranger = bench
+        .lock
+        .try_lock()
+        .with_owner(Owner::new())
+        .await
+        .unwrap();
+    assert!(stranger.is_none(), "{stranger:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_spawned_child_re_enters_only_if_the_owner_is_carried() {
+    let bench = Bench::shared(LockClient::builder()).await;
+    let lock = bench.lock.clone();
+    let outer = lock.clone();
+    outer
+        .run(async move {
+            let (carried, plain) = (lock.clone(), lock.clone());
+            let child = tokio::spawn(
+                async move {
+                    carried
+                        .run(async { carried.hold_count().await.unwrap() })
+                        .await
+                }
+                .in_current_owner(),
+            );
+            assert_eq!(child.await.unwrap().unwrap(), 2);
+            let child = tokio::spawn(async move { plain.try_lock().await });
+            assert!(
+                child.await.unwrap().unwrap().is_none(),
+                "the owner leaked into a spawned task"
+            );
+        })
+        .await
+        .unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_join_set_re_enters_with_the_owner_carried() {
+    let mut bench = Bench::shared(LockClient::builder()).await;
+    let lock = bench.lock.clone();
+    let outer = lock.clone();
+    let (carried, plain) = outer
+        .run(async move {
+            let (mut carried, mut plain) = (JoinSet::new(), JoinSet::new());
+            for _ in 0..8 {
+                let lock = lock.clone();
+                carried
+                    .spawn(async move { lock.lock().await.unwrap().forget() }.in_current_owner());
+            }
+            let all = carried.join_all().await.len();
+            assert_eq!(lock.hold_count().await.unwrap(), 9);
+            for _ in 0..8 {
+                let lock = lock.clone();
+                plain.spawn(async move { lock.try_lock().await.unwrap().is_some() });
+            }
+            for _ in 0..8 {
+                lock.unlock().await.unwrap();
+            }
+            (all, plain.join_all().await)
+        })
+        .await
+        .unwrap();
+    assert_eq!(carried, 8);
+    assert_eq!(plain, [false; 8]);
+    assert_eq!(bench.count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_scope_ends_with_its_future() {
+    let bench = Bench::shared(LockClient::builder()).await;
+    let guard = Owner::scope(async { bench.lock.lock().await.unwrap() }).await;
+    assert_eq!(bench.client.current_owner(), None);
+    assert!(bench.lock.try_lock().await.unwrap().is_none());
+    // The guard is the way back into the scope.
+    let count = guard
+        .run(async {
+            bench
+                .lock
+                .run(async { bench.lock.hold_count().await })
+                .await
+        })
+        .await;
+    assert_eq!(count.unwrap().unwrap().unwrap(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn under_the_per_task_policy_a_task_re_enters_and_others_are_kept_out() {
+    let mut bench = Bench::shared(LockClient::builder().owner_policy(OwnerPolicy::PerTask)).await;
+    let lock = bench.lock.clone();
+    let client = bench.client.clone();
+    let task = tokio::spawn(async move {
+        let owner = client.current_owner().unwrap();
+        let first = lock.lock().await.unwrap();
+        yield_now().await;
+        let second = lock.try_lock().await.unwrap().expect("the same task");
+        assert_eq!((first.owner(), second.owner()), (owner, owner));
+        assert_eq!(lock.hold_count().await.unwrap(), 2);
+        (
+            lock.run(async { lock.hold_count().await.unwrap() })
+                .await
+                .unwrap(),
+            first,
+            second,
+        )
+    });
+    let (count, first, second) = task.await.unwrap();
+    assert_eq!(count, 3);
+    assert_eq!(bench.count(), 2);
+
+    let lock = bench.lock.clone();
+    let other = tokio::spawn(async move { lock.try_lock().await.unwrap().is_none() });
+    assert!(other.await.unwrap(), "another task got in");
+    assert!(
+        bench.lock.try_lock().await.unwrap().is_none(),
+        "the thread outside any task got in"
+    );
+    first.unlock().await.unwrap();
+    second.unlock().await.unwrap();
+    assert_eq!(bench.count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn under_the_per_task_policy_a_thread_re_enters_and_other_threads_are_kept_out() {
+    let mut bench = Bench::shared(LockClient::builder().owner_policy(OwnerPolicy::PerTask)).await;
+    let on_a_thread = |lock: ReentrantLock| {
+        let runtime = Handle::current();
+        // Each `block_on` is another future of the same thread.
+        let thread = std::thread::spawn(move || {
+            let first = runtime.block_on(lock.try_lock()).unwrap()?;
+            let second = runtime
+                .block_on(lock.try_lock())
+                .unwrap()
+                .expect("the same thread");
+            assert_eq!(runtime.block_on(lock.hold_count()).unwrap(), 2);
+            Some((first, second))
+        });
+        tokio::task::spawn_blocking(|| thread.join().unwrap())
+    };
+    let (first, second) = on_a_thread(bench.lock.clone())
+        .await
+        .unwrap()
+        .expect("a free lock");
+    assert_eq!(first.owner(), second.owner());
+    assert_eq!(bench.count(), 2);
+    assert!(
+        on_a_thread(bench.lock.clone()).await.unwrap().is_none(),
+        "another thread got in"
+    );
+    let lock = bench.lock.clone();
+    let task = tokio::spawn(async move { lock.try_lock().await.unwrap().is_none() });
+    assert!(task.await.unwrap(), "a task got in");
+    first.unlock().await.unwrap();
+    second.unlock().await.unwrap();
+    assert_eq!(bench.count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn under_the_per_task_policy_a_task_gives_back_what_it_forgot() {
+    let mut bench = Bench::shared(LockClient::builder().owner_policy(OwnerPolicy::PerTask)).await;
+    let lock = bench.lock.clone();
+    tokio::spawn(async move {
+        lock.lock().await.unwrap().forget();
+        lock.lock().await.unwrap().forget();
+        let other = lock.clone();
+        let stranger = tokio::spawn(async move { other.unlock().await })
+            .await
+            .unwrap();
+        assert!(
+            matches!(stranger, Err(Error::NotHeld { .. })),
+            "{stranger:?}"
+        );
+        lock.unlock().await.unwrap();
+        assert_eq!(lock.hold_count().await.unwrap(), 1);
+        lock.unlock().await.unwrap();
+    })
+    .await
+    .unwrap();
+    assert_eq!(bench.count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_branches_of_one_join_exclude_each_other_outside_a_owner() {
+    let bench = Bench::shared(LockClient::builder()).await;
+    let room = Room::default();
+    let branch = || async {
+        for _ in 0..3 {
+            let guard = bench.lock.lock().await.unwrap();
+            room.stay().await;
+            guard.unlock().await.unwrap();
+        }
+    };
+    tokio::join!(branch(), branch(), branch());
+    assert_eq!(room.most(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_siblings_that_run_exclude_each_other() {
+    let bench = Bench::shared(LockClient::builder()).await;
+    let room = Room::default();
+    let branch = || async {
+        for _ in 0..3 {
+            bench.lock.run(room.stay()).await.unwrap();
+        }
+    };
+    tokio::join!(branch(), branch(), branch());
+    assert_eq!(room.most(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_branches_in_one_scope_share_the_lock() {
+    let mut bench = Bench::shared(LockClient::builder()).await;
+    let lock = bench.lock.clone();
+    let (one, other) = Owner::scope(async { tokio::join!(lock.lock(), lock.lock()) }).await;
+    let guards = (one.unwrap(), other.unwrap());
+    assert_eq!(guards.0.owner(), guards.1.owner());
+    assert_eq!(bench.count(), 2);
+    drop(guards);
+    wait_until_async("both are released", LIMIT, || {
+        let lock = lock.clone();
+        async move { !lock.is_locked().await.unwrap() }
+    })
+    .await;
+
+    // Both together, which would never end if they excluded each other.
+    let meet = tokio::sync::Barrier::new(2);
+    let branch = || async { lock.run(meet.wait()).await.unwrap() };
+    tokio::time::timeout(
+        LIMIT,
+        Owner::scope(async { tokio::join!(branch(), branch()) }),
+    )
+    .await
+    .expect("both in at the same time");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_branches_in_one_scope_that_wait_for_another_client_both_get_in() {
+    let mut bench = Bench::shared(LockClient::builder().recheck_interval(NEVER)).await;
+    let other = LockClient::connect(&bench.server.url()).await.unwrap();
+    let theirs = other.lock(&bench.name).lock().await.unwrap();
+    let lock = bench.lock.clone();
+    let waiting = tokio::spawn(Owner::scope(async move {
+        let (one, other, third) =
+            tokio::join!(lock.lock(), lock.lock(), lock.try_lock().wait(NEVER));
+        (one.unwrap(), other.unwrap(), third.unwrap().unwrap())
+    }));
+    wait_until("they wait", LIMIT, || bench.is_waited_for());
+    assert!(!waiting.is_finished());
+    theirs.unlock().await.unwrap();
+    let guards = tokio::time::timeout(LIMIT, waiting)
+        .await
+        .expect("all get in")
+        .unwrap();
+    assert_eq!(bench.count(), 3);
+    drop(guards);
+    wait_until("all are released", LIMIT, || bench.count() == 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_re_entry_does_not_queue_behind_those_who_wait() {
+    let mut bench = Bench::shared(LockClient::builder().recheck_interval(NEVER)).await;
+    let lock = bench.lock.clone();
+    let owner = Owner::new();
+    let outer = lock.lock().with_owner(owner).await.unwrap();
+    let waiting = tokio::spawn(bench.lock.lock());
+    wait_until("somebody waits", LIMIT, || bench.is_waited_for());
+    let inner = tokio::time::timeout(LIMIT, lock.lock().with_owner(owner))
+        .await
+        .expect("at once")
+        .unwrap();
+    assert_eq!(bench.count(), 2);
+    assert!(!waiting.is_finished());
+    outer.unlock().await.unwrap();
+    assert_eq!(bench.count(), 1);
+    assert!(!waiting.is_finished());
+    inner.unlock().await.unwrap();
+    let theirs = tokio::time::timeout(LIMIT, waiting)
+        .await
+        .expect("the waiter gets in")
+        .unwrap()
+        .unwrap();
+    assert_ne!(theirs.owner(), owner);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_owner_keeps_its_lock_exactly_as_long_as_its_last_hold() {
+    let mut bench = Bench::shared(LockClient::builder()).await;
+    for outer_first in [true, false] {
+        let lock = &bench.lock;
+        let (outer, inner) =
+            Owner::scope(async { (lock.lock().await.unwrap(), lock.lock().await.unwrap()) }).await;
+        let (first, second) = if outer_first {
+            (outer, inner)
+        } else {
+            (inner, outer)
+        };
+        first.unlock().await.unwrap();
+        assert_eq!(bench.count(), 1, "outer first: {outer_first}");
+        assert!(!second.is_lost());
+        assert!(bench.lock.try_lock().await.unwrap().is_none());
+        second.unlock().await.unwrap();
+        assert_eq!(bench.count(), 0, "outer first: {outer_first}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_clients_are_two_owners_even_in_one_scope() {
+    let bench = Bench::shared(LockClient::builder()).await;
+    let other = LockClient::connect(&bench.server.url()).await.unwrap();
+    Owner::scope(async {
+        let _guard = bench.lock.lock().await.unwrap();
+        assert!(other.lock(&bench.name).try_lock().await.unwrap().is_none());
+        assert_eq!(other.lock(&bench.name).hold_count().await.unwrap(), 0);
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_owner_holds_each_lock_on_its_own() {
+    let bench = Bench::shared(LockClient::builder()).await;
+    let second = bench.client.lock(unique("reentrancy"));
+    Owner::scope(async {
+        let one = bench.lock.lock().await.unwrap();
+        let other = second.lock().await.unwrap();
+        assert_eq!(
+            (
+                bench.lock.hold_count().await.unwrap(),
+                second.hold_count().await.unwrap()
+            ),
+            (1, 1)
+        );
+        one.unlock().await.unwrap();
+        assert!(second.is_held().await.unwrap());
+        other.unlock().await.unwrap();
+    })
+    .await;
+}

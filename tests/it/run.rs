@@ -1,0 +1,194 @@
+//! Work that is run under the lock: with it, for as long as it is held, and not a step longer.
+
+use std::future::pending;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use crate::support::bench::{BRIEF, Bench, LIMIT, assert_lost};
+use futures::FutureExt;
+use redisson_lock::{LockClient, LostReason, Owner};
+use tokio::sync::oneshot;
+
+/// Tells that it was dropped.
+struct Flag(Arc<AtomicBool>);
+
+impl Flag {
+    fn new() -> (Self, Arc<AtomicBool>) {
+        let dropped = Arc::new(AtomicBool::new(false));
+        (Self(Arc::clone(&dropped)), dropped)
+    }
+}
+
+impl Drop for Flag {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guards_run_re_enters_and_keeps_the_guard() {
+    let mut bench = Bench::new().await;
+    let lock = bench.lock.clone();
+    let guard = lock.lock().await.unwrap();
+    let count = guard
+        .run(async {
+            lock.run(async { lock.hold_count().await.unwrap() })
+                .await
+                .unwrap()
+        })
+        .await
+        .unwrap();
+    assert_eq!(count, 2);
+    assert_eq!(bench.count(), 1);
+    assert_eq!(
+        guard.run(async { Owner::current() }).await.unwrap(),
+        Some(guard.owner())
+    );
+    guard.unlock().await.unwrap();
+    assert_eq!(bench.count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guards_run_stops_when_the_lock_is_lost() {
+    let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
+    let guard = bench.lock.lock().await.unwrap();
+    let (flag, dropped) = Flag::new();
+    let work = guard.run(async move {
+        let _flag = flag;
+        pending::<()>().await;
+    });
+    bench.delete();
+    let answer = tokio::time::timeout(LIMIT, work)
+        .await
+        .expect("it is stopped");
+    assert_lost(answer, LostReason::Gone);
+    assert!(dropped.load(Ordering::SeqCst));
+    // Nothing runs under a lock that is lost already.
+    let never = guard
+        .run(async { panic!("it runs without the lock") })
+        .await;
+    assert_lost::<()>(never, LostReason::Gone);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_run_is_stopped_and_its_future_dropped_when_the_lock_is_lost() {
+    let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
+    for lease in [None, Some(Duration::from_millis(300))] {
+        let (flag, dropped) = Flag::new();
+        let (begun, running) = oneshot::channel();
+        let run = bench.lock.run(async move {
+            let _flag = flag;
+            begun.send(()).unwrap();
+            pending::<()>().await;
+        });
+        let run = match lease {
+            None => run,
+            Some(lease) => run.lease(lease),
+        };
+        let task = tokio::spawn(run);
+        running.await.unwrap();
+        let expected = match lease {
+            None => {
+                bench.delete();
+                LostReason::Gone
+            }
+            Some(_) => LostReason::Expired,
+        };
+        let answer = tokio::time::timeout(LIMIT, task)
+            .await
+            .expect("it is stopped")
+            .unwrap();
+        assert_lost(answer, expected);
+        assert!(dropped.load(Ordering::SeqCst));
+        bench.wait_until_free();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_run_that_its_caller_drops_drops_its_future_and_releases() {
+    let mut bench = Bench::new().await;
+    let (flag, dropped) = Flag::new();
+    let (begun, running) = oneshot::channel();
+    let task = tokio::spawn(bench.lock.run(async move {
+        let _flag = flag;
+        begun.send(()).unwrap();
+        pending::<()>().await;
+    }));
+    running.await.unwrap();
+    assert_eq!(bench.count(), 1);
+    assert!(!dropped.load(Ordering::SeqCst));
+    task.abort();
+    assert!(task.await.unwrap_err().is_cancelled());
+    assert!(dropped.load(Ordering::SeqCst));
+    bench.wait_until_free();
+
+    // One that never got the lock drops its future, too.
+    let guard = bench.lock.lock().await.unwrap();
+    let (flag, dropped) = Flag::new();
+    let mut waiting = Box::pin(bench.lock.run(async move {
+        let _flag = flag;
+    }));
+    assert!((&mut waiting).now_or_never().is_none());
+    assert!(!dropped.load(Ordering::SeqCst));
+    drop(waiting);
+    assert!(dropped.load(Ordering::SeqCst));
+    guard.unlock().await.unwrap();
+    bench.wait_until_free();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guards_run_that_its_caller_drops_keeps_the_guard() {
+    let mut bench = Bench::new().await;
+    let guard = bench.lock.lock().await.unwrap();
+    let (flag, dropped) = Flag::new();
+    let mut run = Box::pin(guard.run(async move {
+        let _flag = flag;
+        pending::<()>().await;
+    }));
+    assert!((&mut run).now_or_never().is_none());
+    drop(run);
+    assert!(dropped.load(Ordering::SeqCst));
+    assert!(!guard.is_lost());
+    assert_eq!(bench.count(), 1);
+    guard.unlock().await.unwrap();
+    assert_eq!(bench.count(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_panic_inside_a_run_releases_the_lock() {
+    let mut bench = Bench::new().await;
+    let lock = bench.lock.clone();
+    let nested = tokio::spawn(async move {
+        lock.run(lock.run(async { panic!("on purpose") }))
+            .await
+            .map(drop)
+    });
+    assert!(nested.await.unwrap_err().is_panic());
+    bench.wait_until_free();
+    let lock = bench.lock.clone();
+    let guarded = tokio::spawn(async move {
+        let guard = lock.lock().await.unwrap();
+        guard
+            .run(async { panic!("on purpose") })
+            .await
+            .map(|()| guard)
+    });
+    assert!(guarded.await.unwrap_err().is_panic());
+    bench.wait_until_free();
+    bench.lock.run(async {}).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_run_whose_lock_was_stolen_meanwhile_gives_no_result() {
+    let mut bench = Bench::new().await;
+    let lock = bench.lock.clone();
+    let answer = lock
+        .run(async {
+            bench.steal();
+            "a result"
+        })
+        .await;
+    assert_lost(answer, LostReason::Gone);
+    bench.assert_the_thief_keeps_it();
+}

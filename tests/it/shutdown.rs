@@ -1,0 +1,491 @@
+//! The end of a client: by its shutdown, or with its last handle. No task, connection or
+//! subscription outlives it.
+
+use std::future::Future;
+use std::time::{Duration, Instant};
+
+use crate::support::observe::{channels, pttl};
+use crate::support::proxy::{Flow, Proxy, Way};
+use crate::support::server::{Server, unique, wait_until};
+use futures::{FutureExt, poll};
+use redisson_lock::{Error, LockClient, LostReason, Owner, OwnerExt, Step};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::oneshot;
+use tokio::task::block_in_place;
+use tokio::time::timeout;
+
+const SOON: Duration = Duration::from_secs(10);
+
+fn ms(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+/// Connections to the server, the one that asks left out.
+fn connections(redis: &mut redis::Connection) -> usize {
+    let list: String = redis::cmd("CLIENT").arg("LIST").query(redis).unwrap();
+    list.lines().count() - 1
+}
+
+/// A runtime of its own, so that its tasks can be counted.
+fn runtime() -> Runtime {
+    Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap()
+}
+
+/// Runs it on a runtime of its own, and waits until no task and no connection of it is left.
+fn leaves_nothing<F: Future>(server: &Server, future: F) -> F::Output {
+    let runtime = runtime();
+    let output = runtime.block_on(future);
+    let mut redis = server.connection();
+    wait_until("no task is alive", SOON, || {
+        runtime.metrics().num_alive_tasks() == 0
+    });
+    wait_until("no connection is open", SOON, || {
+        connections(&mut redis) == 0
+    });
+    assert_eq!(channels(&mut redis), 0);
+    output
+}
+
+#[test]
+fn a_shutdown_leaves_no_task_no_connection_and_no_subscription() {
+    let server = Server::start();
+    let kept = leaves_nothing(&server, async {
+        let client = LockClient::connect(&server.url()).await.unwrap();
+        let lock = client.lock(unique("stock"));
+        let guard = lock.lock().await.unwrap();
+        let waiter = tokio::spawn(lock.lock().into_future());
+        let mut redis = server.connection();
+        wait_until("the waiter listens", SOON, || channels(&mut redis) == 1);
+        assert_eq!(connections(&mut redis), 2);
+        timeout(SOON, client.shutdown())
+            .await
+            .expect("it hangs")
+            .unwrap();
+        // As soon as the server notices, though the handles are still there.
+        wait_until("the connections are closed", ms(1_000), || {
+            connections(&mut redis) == 0
+        });
+        assert_eq!(
+            timeout(SOON, waiter)
+                .await
+                .expect("it hangs")
+                .unwrap()
+                .unwrap_err(),
+            Error::Closed
+        );
+        // Handles that are still there keep nothing alive.
+        (client, lock, guard)
+    });
+    drop(kept);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_ends_all_waiting() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let held = client.lock(unique("stock"));
+    let _guard = held.lock().await.unwrap();
+    let waiters: Vec<_> = (0..20)
+        .map(|number| {
+            let lock = held.clone();
+            tokio::spawn(async move {
+                match number % 3 {
+                    0 => lock.lock().await.map(drop),
+                    1 => lock.try_lock().wait(10 * SOON).await.map(drop),
+                    _ => lock.run(async { panic!("nobody unlocked") }).await,
+                }
+            })
+        })
+        .collect();
+    wait_until("they wait", SOON, || channels(&mut redis) == 1);
+    client.shutdown().await.unwrap();
+    for waiter in waiters {
+        assert_eq!(
+            timeout(SOON, waiter)
+                .await
+                .expect("a waiter hangs")
+                .unwrap(),
+            Err(Error::Closed)
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_finishes_pending_releases() {
+    const LOCKS: usize = 200;
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let mut guards = Vec::new();
+    for _ in 0..LOCKS {
+        guards.push(client.lock(unique("stock")).lock().await.unwrap());
+    }
+    assert_eq!(redis::cmd("DBSIZE").query(&mut redis), Ok(LOCKS));
+    // Some dropped, some begun and dropped, some begun and awaited meanwhile.
+    let mut unlocks = Vec::new();
+    for (number, guard) in guards.into_iter().enumerate() {
+        match number % 3 {
+            0 => drop(guard),
+            1 => drop(poll!(Box::pin(guard.unlock()))),
+            _ => unlocks.push(tokio::spawn(guard.unlock())),
+        }
+    }
+    client.shutdown().await.unwrap();
+    assert_eq!(redis::cmd("DBSIZE").query(&mut redis), Ok(0));
+    for unlock in unlocks {
+        // One that had not begun when the client ended hears that its hold was lost with it.
+        let outcome = timeout(SOON, unlock)
+            .await
+            .expect("an unlock hangs")
+            .unwrap();
+        assert!(
+            matches!(
+                outcome,
+                Ok(())
+                    | Err(Error::Lost {
+                        reason: LostReason::Shutdown,
+                        ..
+                    })
+            ),
+            "{outcome:?}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn holds_that_are_alive_at_a_shutdown_are_lost_and_keep_others_out_for_their_lease() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::builder()
+        .watchdog_timeout(ms(2_000))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let (name, other) = (unique("stock"), unique("other"));
+    let guard = client.lock(&name).lock().await.unwrap();
+    let (begin, begun) = oneshot::channel();
+    let work = async move {
+        begin.send(()).unwrap();
+        std::future::pending::<()>().await;
+    };
+    let stopped = tokio::spawn(client.lock(&other).run(work).into_future());
+    timeout(SOON, begun)
+        .await
+        .expect("the work has not begun")
+        .unwrap();
+    let lost = tokio::spawn(guard.lost());
+    client.shutdown().await.unwrap();
+    assert_eq!(
+        timeout(SOON, lost)
+            .await
+            .expect("the loss was never told")
+            .unwrap(),
+        LostReason::Shutdown
+    );
+    assert!(guard.is_lost());
+    assert_eq!(guard.remaining_lease(), Duration::ZERO);
+    let outcome = timeout(SOON, stopped)
+        .await
+        .expect("the work was not stopped")
+        .unwrap();
+    assert_eq!(
+        outcome,
+        Err(Error::Lost {
+            lock: other.clone(),
+            reason: LostReason::Shutdown
+        })
+    );
+    assert!(
+        pttl(&mut redis, &name) > 0,
+        "it was given up while its code may still run"
+    );
+    // And not renewed.
+    wait_until("its lease is over", SOON, || pttl(&mut redis, &name) == -2);
+    assert!(matches!(
+        guard.unlock().await,
+        Err(Error::Lost {
+            reason: LostReason::Shutdown,
+            ..
+        })
+    ));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn after_a_shutdown_every_operation_says_closed() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    client.shutdown().await.unwrap();
+    timeout(SOON, client.shutdown())
+        .await
+        .expect("the second shutdown hangs")
+        .unwrap();
+    let lock2 = client.clone().lock(unique("stock"));
+    for lock in [&lock, &lock2] {
+        assert_eq!(lock.lock().await.unwrap_err(), Error::Closed);
+        assert_eq!(lock.try_lock().await.unwrap_err(), Error::Closed);
+        assert_eq!(
+            lock.run(async { panic!("ran after the end") }).await,
+            Err::<(), _>(Error::Closed)
+        );
+        assert_eq!(
+            lock.unlock().with_owner(Owner::new()).await,
+            Err(Error::Closed)
+        );
+        assert_eq!(lock.is_locked().await, Err(Error::Closed));
+        assert_eq!(
+            lock.hold_count().with_owner(Owner::new()).await,
+            Err(Error::Closed)
+        );
+        assert_eq!(lock.remaining_ttl().await, Err(Error::Closed));
+        assert_eq!(lock.owners().await, Err(Error::Closed));
+        assert_eq!(lock.force_unlock().await, Err(Error::Closed));
+    }
+}
+
+#[test]
+fn a_client_ends_with_its_last_handle() {
+    let server = Server::start();
+    leaves_nothing(&server, async {
+        let client = LockClient::connect(&server.url()).await.unwrap();
+        let lock = client.lock(unique("stock"));
+        lock.lock().await.unwrap().unlock().await.unwrap();
+        let again = client.clone();
+        drop(client);
+        drop(again);
+        // A lock is a handle, too.
+        lock.lock().await.unwrap().unlock().await.unwrap();
+    });
+}
+
+#[test]
+fn a_client_ends_with_its_last_guard_which_is_given_back_first() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let name = unique("stock");
+    let guard = {
+        let runtime = runtime();
+        let guard = runtime.block_on(async {
+            let client = LockClient::builder()
+                .watchdog_timeout(ms(2_000))
+                .connect(&server.url())
+                .await
+                .unwrap();
+            client.lock(&name).lock().await.unwrap()
+        });
+        // Still renewed.
+        let begun = Instant::now();
+        while begun.elapsed() < ms(3_000) {
+            assert!(
+                pttl(&mut redis, &name) > 0,
+                "it was let go after {:?}",
+                begun.elapsed()
+            );
+            std::thread::sleep(ms(5));
+        }
+        // Outside of any runtime.
+        drop(guard);
+        wait_until("no task is alive", SOON, || {
+            runtime.metrics().num_alive_tasks() == 0
+        });
+        assert_eq!(pttl(&mut redis, &name), -2, "it was not given back");
+        wait_until("no connection is open", SOON, || {
+            connections(&mut redis) == 0
+        });
+        runtime.block_on(async {
+            let client = LockClient::connect(&server.url()).await.unwrap();
+            client.lock(&name).lock().await.unwrap()
+        })
+    };
+    // Its runtime has ended: nothing can be given back, and nothing panics or hangs.
+    drop(guard);
+    wait_until("no connection is open", SOON, || {
+        connections(&mut redis) == 0
+    });
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_in_front_of_a_dead_server_comes_to_an_end() {
+    let mut server = Server::start();
+    let client = LockClient::builder()
+        .retry_timeout(ms(1_000))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let guard = client.lock(unique("stock")).lock().await.unwrap();
+    let _held = client.lock(unique("stock")).lock().await.unwrap();
+    block_in_place(|| server.kill());
+    drop(guard);
+    let begun = Instant::now();
+    let outcome = timeout(2 * SOON, client.shutdown())
+        .await
+        .expect("it hangs");
+    assert!(
+        matches!(
+            outcome,
+            Err(Error::Timeout {
+                step: Step::Shutdown,
+                ..
+            })
+        ),
+        "{outcome:?}"
+    );
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_shutdown_in_front_of_a_silent_network_comes_to_an_end() {
+    let server = Server::start();
+    let runtime = runtime();
+    let proxy = runtime.block_on(Proxy::start(&server));
+    let alone = runtime.metrics().num_alive_tasks();
+    runtime.block_on(async {
+        let client = LockClient::builder()
+            .retry_timeout(ms(1_000))
+            .connect(&proxy.url())
+            .await
+            .unwrap();
+        let lock = client.lock(unique("stock"));
+        let guard = lock.lock().await.unwrap();
+        proxy.set(Way::Both, Flow::Hold);
+        drop(guard);
+        let waiter = tokio::spawn(lock.lock().into_future());
+        let begun = Instant::now();
+        let outcome = timeout(2 * SOON, client.shutdown())
+            .await
+            .expect("it hangs");
+        assert!(
+            matches!(
+                outcome,
+                Err(Error::Timeout {
+                    step: Step::Shutdown,
+                    ..
+                })
+            ),
+            "{outcome:?}"
+        );
+        assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+        let waited = timeout(SOON, waiter)
+            .await
+            .expect("a waiter hangs")
+            .unwrap();
+        assert!(
+            matches!(
+                waited,
+                Err(Error::Closed
+                    | Error::Unknown {
+                        step: Step::Acquire,
+                        ..
+                    })
+            ),
+            "{waited:?}"
+        );
+    });
+    proxy.close_now();
+    proxy.set(Way::Both, Flow::Pass);
+    wait_until("no task is alive", SOON, || {
+        runtime.metrics().num_alive_tasks() <= alone
+    });
+}
+
+/// A request that nobody polls is not over, and never will be. A shutdown waits for it no longer
+/// than for a reply, and does not take it for a release that was not finished.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_beside_a_request_that_nobody_polls_finishes_in_front_of_a_healthy_server() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let (name, parked) = loop {
+        let name = unique("stock");
+        let mut parked = Box::pin(client.lock(&name).lock());
+        // On a busy machine everything may be done by the end of one poll.
+        if (&mut parked).now_or_never().is_none() {
+            break (name, parked);
+        }
+    };
+    wait_until("it has run", SOON, || pttl(&mut redis, &name) > 0);
+    assert_eq!(
+        timeout(2 * SOON, client.shutdown())
+            .await
+            .expect("it hangs"),
+        Ok(())
+    );
+    drop(parked);
+}
+
+/// The client has given up its connections, and those that it opened instead are not answered
+/// either, when it is shut down. When the server goes on none of them may come to life.
+#[test]
+fn a_shutdown_in_front_of_a_paused_server_leaves_no_connection_when_it_goes_on() {
+    const CLIENTS: usize = 10;
+    let server = Server::start();
+    let kept = leaves_nothing(&server, async {
+        let mut clients = Vec::new();
+        for _ in 0..CLIENTS {
+            let builder = LockClient::builder()
+                .command_timeout(ms(200))
+                .retry_timeout(ms(200));
+            clients.push(builder.connect(&server.url()).await.unwrap());
+        }
+        server.pause();
+        // Beyond the second after which an idle connection is tried out. Nobody can be asked what
+        // has come of that.
+        tokio::time::sleep(ms(1_500)).await;
+        for client in &clients {
+            // Nothing has to be released; whether it notices that is another test's affair.
+            let _ = timeout(SOON, client.shutdown()).await.expect("it hangs");
+        }
+        server.resume();
+        clients
+    });
+    drop(kept);
+}
+
+/// The connection for calls is being replaced, at any stage of that, when the client is shut down.
+#[test]
+fn a_shutdown_while_the_connection_is_being_replaced_leaves_no_connection() {
+    const ROUNDS: u64 = 150;
+    let server = Server::start();
+    let kept = leaves_nothing(&server, async {
+        let mut redis = server.connection();
+        let mut clients = Vec::new();
+        for round in 0..ROUNDS {
+            let client = LockClient::connect(&server.url()).await.unwrap();
+            redis::cmd("CLIENT")
+                .arg(&["KILL", "TYPE", "normal", "SKIPME", "yes"])
+                .exec(&mut redis)
+                .unwrap();
+            tokio::time::sleep(Duration::from_micros(100 * (round % 75))).await;
+            timeout(SOON, client.shutdown())
+                .await
+                .expect("it hangs")
+                .unwrap();
+            clients.push(client);
+        }
+        clients
+    });
+    drop(kept);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_clone_costs_no_connection() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let clones: Vec<_> = (0..100).map(|_| client.clone()).collect();
+    let name = unique("stock");
+    let guard = client.lock(&name).lock().await.unwrap();
+    for clone in &clones {
+        assert_eq!(clone.client_id(), client.client_id());
+        assert!(clone.lock(&name).try_lock().await.unwrap().is_none());
+    }
+    assert_eq!(connections(&mut redis), 2);
+    guard.unlock().await.unwrap();
+    clones[0].shutdown().await.unwrap();
+    assert_eq!(client.lock(&name).lock().await.unwrap_err(), Error::Closed);
+}
