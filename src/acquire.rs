@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::attempt::{Attempt, Effort, Wanted, attempt};
-use crate::config::WaitTime;
+use crate::config::{DeadlockDetection, WaitTime};
 use crate::core::Core;
 use crate::error::{Error, Step};
 use crate::handoff::Handoff;
@@ -22,11 +22,8 @@ use crate::wakeup::{self, InFlight, Pace, Place, Standing};
 /// What came of waiting for a lock.
 pub(crate) enum Acquisition {
     Granted(Hold),
-    /// The wait time is over; the owner's lease had that long to go when it was last asked for.
-    Contended {
-        waited: Duration,
-        remaining_ttl: Option<Duration>,
-    },
+    /// The timeout passed while another owner held the lock.
+    Contended,
 }
 
 /// Acquires one hold for the owner in `ident`.
@@ -53,6 +50,7 @@ pub(crate) async fn acquire(
         ),
     };
     let entry = core.entry(&ident, kind);
+    let waiting = core.counters.waiting();
     let mut waiter = Waiter {
         core,
         entry,
@@ -64,12 +62,12 @@ pub(crate) async fn acquire(
         ends,
         patience,
         place: None,
-        remaining_ttl: None,
         asked: false,
         warned: false,
         warned_of_own: false,
     };
     let outcome = waiter.run().await;
+    drop(waiting);
     if let Ok(Acquisition::Granted(_)) = &outcome {
         waiter.core.wakeups.owner_granted(
             &ident.keys.channel,
@@ -88,7 +86,6 @@ struct Waiter {
     ends: Option<Instant>,
     patience: Duration,
     place: Option<Place>,
-    remaining_ttl: Option<Duration>,
     asked: bool,
     warned: bool,
     warned_of_own: bool,
@@ -112,7 +109,7 @@ impl Waiter {
                 self.wait_for_turn().await?
             };
             let Next::Try(in_flight) = next else {
-                return Ok(self.contended());
+                return Ok(Acquisition::Contended);
             };
             let patience = in_flight
                 .as_ref()
@@ -120,10 +117,7 @@ impl Waiter {
             self.asked = true;
             at_once = match self.attempt(in_flight, patience).await? {
                 Attempt::Granted(hold) => return Ok(Acquisition::Granted(hold)),
-                Attempt::Held(ttl) => {
-                    self.remaining_ttl = ttl;
-                    false
-                }
+                Attempt::Held => false,
                 // However long ago its wait time was over: that somebody else holds the lock is not
                 // known.
                 Attempt::Undone => {
@@ -163,7 +157,7 @@ impl Waiter {
                 wakeup::Turn::Sleep(until, standing) => (until, standing),
             };
             if !std::mem::replace(&mut self.warned, true) {
-                warn_of_self(&self.core, &self.entry.ident);
+                detect_deadlock(&self.core, &self.entry.ident)?;
             }
             // Only the one in front: a long hold is no reason for as many warnings as there are
             // waiters.
@@ -179,10 +173,10 @@ impl Waiter {
                 Some(_) => {
                     let ends = self.begun + self.patience;
                     if Instant::now() >= ends {
-                        return Err(Error::Timeout {
-                            step: Step::EarlierOperation,
-                            after: self.begun.elapsed(),
-                        });
+                        return Err(self
+                            .entry
+                            .ident
+                            .timeout(Step::EarlierOperation, self.begun.elapsed()));
                     }
                     if place.wants_answer() {
                         continue;
@@ -213,12 +207,11 @@ impl Waiter {
         match (self.patience.saturating_sub(lasted), silence.said) {
             (Duration::ZERO, Some(message)) if !self.patience.is_zero() => Err(Error::Server {
                 lock: Some(self.entry.ident.lock()),
-                message,
+                error: message.into(),
             }),
             (Duration::ZERO, None) if !self.patience.is_zero() => Err(Error::Connection {
-                detail: format!(
-                    "the server has answered no attempt for {lasted:?} (try again when it is back)"
-                ),
+                address: self.entry.ident.address.to_string(),
+                detail: format!("no attempt got a reply for {lasted:?}"),
             }),
             (left, _) => Ok(left),
         }
@@ -250,10 +243,7 @@ impl Waiter {
         let limit = patience.max(core.config.command_timeout);
         let attempt = async move {
             let Ok(turn) = timeout(limit, entry.turns.take()).await else {
-                return Err(Error::Timeout {
-                    step: Step::EarlierOperation,
-                    after: limit,
-                });
+                return Err(entry.ident.timeout(Step::EarlierOperation, limit));
             };
             match caller.upgrade() {
                 Some(begun) => begun.store(true, Ordering::Release),
@@ -277,33 +267,33 @@ impl Waiter {
         tracing::warn!(
             lock = %self.entry.ident.lock(),
             owner = %self.entry.ident.owner_field(),
-            "a request for a lock was not polled when its answer came, and asks again: a future that is not awaited any \
-             more is best dropped, or spawned",
+            "a request was not polled when it was granted, the grant was released and the request is repeated",
         );
         Ok(())
     }
-
-    fn contended(&self) -> Acquisition {
-        Acquisition::Contended {
-            waited: self.begun.elapsed(),
-            remaining_ttl: self.remaining_ttl,
-        }
-    }
 }
 
-/// Tells if this task is about to wait for itself.
-fn warn_of_self(core: &Core, ident: &Ident) {
+/// Detects that this task is about to wait for a lock that it holds itself.
+fn detect_deadlock(core: &Core, ident: &Ident) -> Result<(), Error> {
     let task = TaskId::current();
     let own = core.holds.leases_of(&ident.keys.name);
-    if let Some(lease) = own.iter().find(|lease| lease.taken_by(task)) {
-        tracing::warn!(
-            lock = %ident.lock(),
-            held_by = %lease.ident.owner_field(),
-            wanted_by = %ident.owner_field(),
-            "a task waits for a lock that it holds itself, under another owner: run the nested code in the owner's \
-             scope (lock.run(..), guard.run(..), Owner::scope(..)), or build the client with OwnerPolicy::PerTask; if these \
-             are branches of one join! that take turns, all is well",
-        );
+    let Some(lease) = own.iter().find(|lease| lease.taken_by(task)) else {
+        return Ok(());
+    };
+    match core.config.deadlock_detection {
+        DeadlockDetection::Warn => {
+            tracing::warn!(
+                lock = %ident.lock(),
+                owner = %ident.owner_field(),
+                held_by = %lease.ident.owner_field(),
+                "a task waits for a lock that it holds itself under another owner",
+            );
+            Ok(())
+        }
+        DeadlockDetection::Fail => Err(Error::WouldDeadlock {
+            lock: ident.lock(),
+            owner: lease.ident.owner,
+        }),
     }
 }
 
@@ -316,12 +306,10 @@ fn warn_of_own(core: &Core, ident: &Ident, begun: Instant) -> bool {
     };
     tracing::warn!(
         lock = %ident.lock(),
+        owner = %ident.owner_field(),
         held_by = %lease.ident.owner_field(),
-        wanted_by = %ident.owner_field(),
         waited = ?begun.elapsed(),
-        "a long wait for a lock that this client holds itself, under another owner: if that owner waits for this one, \
-         neither will go on; carry the owner into spawned tasks with in_current_owner(), and lock again within \
-         guard.run(..)",
+        "a request waits long for a lock that another owner of the same client holds",
     );
     true
 }

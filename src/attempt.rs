@@ -16,6 +16,7 @@ use crate::locks::{Acquired, Ident};
 use crate::owner::TaskId;
 use crate::release::{Hold, settle};
 use crate::retry::Patience;
+use crate::stats::add;
 use crate::turn::Turn;
 use crate::wakeup::{InFlight, Outcome};
 
@@ -29,7 +30,7 @@ pub(crate) struct Wanted {
 
 pub(crate) enum Attempt {
     Granted(Hold),
-    Held(Option<Duration>),
+    Held,
     /// It has been, but nobody came for its outcome.
     Undone,
 }
@@ -56,8 +57,8 @@ impl Effort {
 
     /// Takes in why the server told nothing of the lock.
     fn failed(&mut self, failure: &Failure) {
-        if let (Some(in_flight), Failure::Server(message)) = (&mut self.in_flight, failure) {
-            in_flight.refused(message.clone());
+        if let (Some(in_flight), Failure::Server(error)) = (&mut self.in_flight, failure) {
+            in_flight.refused(error.message().to_owned());
         }
     }
 
@@ -105,9 +106,11 @@ pub(crate) async fn attempt(
         match reply.and_then(|reply| entry.kind.acquired(reply)) {
             Ok(Acquired::Granted) => {
                 effort.answered(Outcome::Granted(sent + time.duration()));
+                add(&core.counters.grants);
                 return granted(core, &entry, live, wanted, target, sent, time);
             }
             Ok(Acquired::Held(ttl)) => {
+                add(&core.counters.contended_attempts);
                 lose(&core, live.take());
                 // A little later than the expiry, and never at once: an expiry is no reason to
                 // spin.
@@ -115,7 +118,7 @@ pub(crate) async fn attempt(
                 let free_at =
                     ttl.map(|ttl| Instant::now() + (ttl + Duration::from_millis(1)).max(FLOOR));
                 effort.answered(Outcome::Held(free_at));
-                return Ok(Attempt::Held(ttl));
+                return Ok(Attempt::Held);
             }
             Ok(Acquired::Other(found)) if corrections < 4 => {
                 corrections += 1;
@@ -133,12 +136,14 @@ pub(crate) async fn attempt(
                 }
             }
             Ok(Acquired::Other(found)) => {
-                break Failure::Server(format!("the hold count keeps changing, now {found}"));
+                break Failure::Server(
+                    format!("ERR the hold count keeps changing, now {found}").into(),
+                );
             }
             Err(failure) => {
                 unknown |= matches!(failure, Failure::Unknown(_));
                 effort.failed(&failure);
-                if !failure.is_passing() || !effort.again().await {
+                if !failure.is_transient() || !effort.again().await {
                     break failure;
                 }
                 if core.ensure_open().is_err() {
@@ -211,13 +216,13 @@ fn lose(core: &Arc<Core>, lease: Option<Arc<Lease>>) {
     }
 }
 
-/// Asks for the count of a owner that others may be as well.
+/// Asks for the count of an owner that others may be as well.
 async fn count(core: &Core, entry: &EntryRef, effort: &mut Effort) -> Result<i64, Error> {
     loop {
         let reply = core.link.call(entry.kind.count(&entry.ident)).await;
         match reply.and_then(|reply| entry.kind.counted(reply)) {
             Ok(count) => return Ok(count),
-            Err(failure) if failure.is_passing() && effort.again().await => {}
+            Err(failure) if failure.is_transient() && effort.again().await => {}
             Err(failure) => return Err(entry.ident.refused(failure)),
         }
     }
@@ -229,6 +234,6 @@ fn next(ident: &Ident, count: i64) -> Result<i64, Error> {
         .filter(|next| *next > 0)
         .ok_or_else(|| Error::Server {
             lock: Some(ident.lock()),
-            message: format!("the hold count is at its limit: {count}"),
+            error: format!("ERR the hold count is at its limit: {count}").into(),
         })
 }

@@ -21,6 +21,7 @@ pub(crate) struct Background {
     pending: Arc<Pending>,
     with_callers: Arc<Pending>,
     in_hand: Arc<InHand>,
+    stopped: watch::Receiver<bool>,
 }
 
 /// Counts what is not finished.
@@ -49,6 +50,7 @@ impl Background {
             pending: Arc::default(),
             with_callers: Arc::default(),
             in_hand: Arc::clone(&in_hand),
+            stopped: stop.clone(),
         };
         let worker = async move {
             let stopped = async move {
@@ -74,9 +76,11 @@ impl Background {
             job.await;
         };
         if self.jobs.send(job.boxed()).is_err() {
-            tracing::warn!(
-                "a release could not be finished: the client's runtime has ended; the lease will run out"
-            );
+            let reason = match *self.stopped.borrow() {
+                true => "the client is shut down",
+                false => "the runtime has ended",
+            };
+            tracing::warn!(reason, "a release was not sent, the lease will expire");
         }
     }
 
@@ -151,7 +155,7 @@ async fn work(mut queue: mpsc::UnboundedReceiver<Job>) {
             },
             Some(outcome) = running.next() => {
                 if outcome.is_err() {
-                    tracing::error!("a background release panicked; its lease will run out");
+                    tracing::error!("a release in the background panicked, the lease will expire");
                 }
             }
         }

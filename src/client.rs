@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -10,39 +10,48 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::background::Background;
-use crate::config::{Config, LeaseTime, bounded};
+use crate::config::{Config, DeadlockDetection, LeaseTime, bounded};
 use crate::core::Core;
 use crate::error::{Error, LostReason, Step};
 use crate::holds::Holds;
 use crate::link::{Event, Link, PubSub, Settings};
 use crate::locks::reentrant::ReentrantLock;
 use crate::owner::{ClientId, Owner, OwnerPolicy};
+use crate::renewal;
+use crate::retry::{self, Patience};
+use crate::runtime::Runtime;
 use crate::script::catalog;
+use crate::stats::{Counters, Stats};
 use crate::turn::InHand;
 use crate::wakeup::{self, Wakeups, reconcile};
-use crate::{renewal, retry};
 
-/// A connection to the server whose locks are shared, and the identity under which they are held.
+/// A connection to the server that keeps the locks, and the identity under which they are held.
 ///
-/// Cheap to clone; all clones are one client. One client for a process is enough: it has two
-/// connections, one for calls and one that listens for wake-ups, whatever the number of locks and
-/// waiters.
+/// Cheap to clone; all clones are one client. One client per process is enough: it has two
+/// connections, one for calls and one for wake-ups, whatever the number of locks and requests.
 ///
 /// ```no_run
 /// # #[tokio::main] async fn main() -> Result<(), redisson_lock::Error> {
 /// use redisson_lock::LockClient;
 ///
 /// let client = LockClient::connect("redis://127.0.0.1:6379").await?;
-/// let lock = client.lock("order:42");
-/// lock.run(async { /* nobody else is here */ }).await?;
-/// client.shutdown().await?;
-/// # Ok(()) }
+/// client.lock("order:42").run(async { /* no other owner is here */ }).await?;
+/// client.shutdown().await
+/// # }
 /// ```
 ///
-/// When the last clone, lock and guard are gone, the client finishes its pending releases and ends
-/// by itself; [`shutdown`](Self::shutdown) does that at a moment of your choice, and waits. Call it
-/// before the runtime ends: what is in the background then is not finished, and stays until its
-/// lease is over.
+/// # Runtime
+///
+/// The connections and the watchdog run on the tokio runtime in which `connect` was called. Locks,
+/// requests and guards can be used from any runtime, thread or executor while that runtime runs.
+/// Once it has ended, each operation fails with [`Error::NoRuntime`], and each lock that was held is
+/// lost with [`LostReason::RuntimeEnded`]: a client in a `static` belongs to the runtime that
+/// connected it, and `#[tokio::test]` makes a runtime for each test.
+///
+/// When the last clone, lock and guard are dropped, the client completes its pending releases and
+/// ends; [`shutdown`](Self::shutdown) does that at a moment of your choice, and waits. Call it
+/// before the runtime ends: a release that is pending then is not sent, and the lock stays held
+/// until its lease expires.
 #[derive(Clone)]
 pub struct LockClient {
     core: Arc<Core>,
@@ -52,12 +61,17 @@ pub struct LockClient {
 impl LockClient {
     /// Connects with the default settings to `redis://[user[:password]@]host[:port][/database]`.
     ///
+    /// Characters of the user and the password that have a meaning in URLs (`/ ? # % @ :`) are
+    /// percent-encoded.
+    ///
     /// # Errors
-    /// * [`Error::InvalidConfig`]: the URL cannot be used. No message repeats it, as it may carry a
+    /// * [`Error::InvalidConfig`]: the URL is invalid. No message repeats it, since it may contain a
     ///   password.
     /// * [`Error::Connection`], [`Error::Timeout`] with [`Step::Connect`]: the server cannot be
-    ///   reached.
-    /// * [`Error::Server`]: the server refused the user or the password.
+    ///   reached. [`LockClientBuilder::connect_retry`] waits for it.
+    /// * [`Error::Server`]: the server refused the user, the password or the database.
+    /// * [`Error::UnsupportedServer`]: the server is a cluster or a sentinel, or too old.
+    /// * [`Error::NoRuntime`]: it was called outside a tokio runtime.
     ///
     /// # Cancel safety
     /// Dropping it closes what was opened.
@@ -72,8 +86,8 @@ impl LockClient {
 
     /// The reentrant lock of that name: 1 to [`MAX_NAME_LEN`](crate::MAX_NAME_LEN) bytes.
     ///
-    /// Nothing is sent, and nothing has to be cleaned up. A name that cannot be used is refused by
-    /// the lock's first operation.
+    /// It sends nothing, and nothing has to be cleaned up. An invalid name is refused by the lock's
+    /// first operation.
     #[must_use]
     pub fn lock(&self, name: impl AsRef<str>) -> ReentrantLock {
         ReentrantLock::new(Arc::clone(&self.core), name.as_ref())
@@ -85,56 +99,66 @@ impl LockClient {
         self.core.client_id
     }
 
-    /// The owner that an acquisition here and now would be by: the ambient one, or the task's own
-    /// under [`OwnerPolicy::PerTask`]. `None` means a fresh one for each acquisition.
+    /// The owner under which an acquisition here and now would hold the lock: the one of the
+    /// surrounding scope, or the task's own under [`OwnerPolicy::PerTask`]. `None`: each
+    /// acquisition gets an owner of its own.
+    ///
+    /// ```no_run
+    /// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {
+    /// let lock = client.lock("order:42");
+    /// lock.run(async {
+    ///     let owner = client.current_owner().expect("inside run there is one");
+    ///     lock.is_held_by(owner).await
+    /// })
+    /// .await??;
+    /// # Ok(()) }
+    /// ```
     #[must_use]
     pub fn current_owner(&self) -> Option<Owner> {
         self.core.config.owner_policy.current()
     }
 
-    /// How many releases in the background were given up: of guards that were dropped, or of
-    /// acquires whose outcome stayed unknown. Each is traced as a warning, too, and its lease runs
-    /// out by itself.
+    /// What the client holds now and has done since it connected. It reads counters only, so it is
+    /// cheap, and it works after [`shutdown`](Self::shutdown) too.
     #[must_use]
-    pub fn failed_releases(&self) -> u64 {
-        self.core.failed_releases.load(Ordering::Relaxed)
+    pub fn stats(&self) -> Stats {
+        self.core.counters.stats()
     }
 
-    /// Ends the client: waiters fail with [`Error::Closed`], pending releases are finished, holds
-    /// that are still there are lost with [`LostReason::Shutdown`] (their keys stay until their
-    /// leases run out, so that nobody else gets in while their code may still run), tasks end and
-    /// connections are closed.
+    /// Ends the client. Waiting requests fail with [`Error::Closed`], pending releases are
+    /// completed, tasks end and connections are closed.
     ///
-    /// Calling it again does nothing. Futures of this client that nobody polls are waited for no
-    /// longer than a reply may take; what they have begun is finished without them.
+    /// Locks that are still held are lost with [`LostReason::Shutdown`]. Their keys stay until their
+    /// leases expire, so that no other owner gets the lock while code under it may still run: drop
+    /// guards before shutting down.
+    ///
+    /// Calling it again does nothing.
     ///
     /// # Errors
-    /// [`Error::Timeout`] with [`Step::Shutdown`]: releases were still unanswered after the retry
-    /// timeout. Everything is ended all the same; what was not released runs out with its lease.
+    /// * [`Error::Timeout`] with [`Step::Shutdown`]: releases still had no reply after the retry
+    ///   timeout. The client has ended all the same, and what was not released expires with its
+    ///   lease.
+    /// * [`Error::NoRuntime`]: the runtime of the client has ended, and the client with it.
     ///
     /// # Cancel safety
-    /// Dropped half-way, the client is closed for callers, and its tasks end when the last handle
-    /// to it is gone; it may be called again.
+    /// Dropped half-way, the client is closed for callers, and its tasks end when the last handle to
+    /// it is dropped. It can be called again.
     pub async fn shutdown(&self) -> Result<(), Error> {
+        Arc::clone(&self.core).drive(self.close()).await
+    }
+
+    async fn close(&self) -> Result<(), Error> {
         let core = &self.core;
-        core.closed.store(true, Ordering::Release);
-        core.wakeups.close();
-        for lease in core.holds.leases() {
-            let reason = lease.lose(LostReason::Shutdown);
-            renewal::tell_lost(core, &lease, reason, false);
-        }
+        core.close(LostReason::Shutdown);
         let limit = core.config.patience();
-        let drained =
-            tokio::time::timeout(limit, core.background.drained(core.config.command_timeout)).await;
+        let drained = core.background.drained(core.config.command_timeout);
+        let drained = tokio::time::timeout(limit, drained).await;
         core.stop.send_replace(true);
         let tasks = std::mem::take(&mut *self.tasks.lock());
         for mut task in tasks {
-            // They end by themselves when told to; a task that is stuck in a dead connection is cut
-            // off.
-            if tokio::time::timeout(Duration::from_secs(2), &mut task)
-                .await
-                .is_err()
-            {
+            // They end by themselves; a task that is stuck in a dead connection is aborted.
+            let limit = Duration::from_secs(2);
+            if tokio::time::timeout(limit, &mut task).await.is_err() {
                 task.abort();
             }
         }
@@ -142,6 +166,8 @@ impl LockClient {
         drained.map_err(|_| Error::Timeout {
             step: Step::Shutdown,
             after: limit,
+            lock: None,
+            address: None,
         })
     }
 }
@@ -154,24 +180,43 @@ impl fmt::Debug for LockClient {
     }
 }
 
-/// Settings of a [`LockClient`]. Each states its default; a value out of bounds is refused by
-/// [`connect`](Self::connect), before anything is sent.
+/// Settings of a [`LockClient`]. Each states its default; [`connect`](Self::connect) refuses a value
+/// out of bounds before anything is sent.
+///
+/// ```no_run
+/// # async fn example() -> Result<(), redisson_lock::Error> {
+/// use redisson_lock::{DeadlockDetection, LockClient};
+/// use std::time::Duration;
+///
+/// let client = LockClient::builder()
+///     .client_name("checkout")
+///     .watchdog_timeout(Duration::from_secs(15))
+///     .deadlock_detection(DeadlockDetection::Fail)
+///     .connect_retry(Duration::from_secs(60))
+///     .connect("redis://127.0.0.1:6379")
+///     .await?;
+/// # drop(client);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Default)]
 #[must_use = "settings do nothing until connect is called"]
 pub struct LockClientBuilder {
     client_id: Option<ClientId>,
+    client_name: Option<String>,
     owner_policy: OwnerPolicy,
+    deadlock_detection: DeadlockDetection,
     watchdog_timeout: Option<Duration>,
     recheck_interval: Option<Duration>,
     retry_timeout: Option<Duration>,
     connect_timeout: Option<Duration>,
+    connect_retry: Duration,
     command_timeout: Option<Duration>,
     renewal_batch_size: Option<usize>,
 }
 
 impl LockClientBuilder {
-    /// The lease of a lock that is taken without one; it is renewed every third of it. Default 30
-    /// s; 50 ms to 3650 days.
+    /// The lease of a lock that is acquired without one; it is renewed every third of it. Default
+    /// 30 s; 50 ms to 3650 days.
     ///
     /// It is how long others wait when this process dies, and how long this process may be cut off
     /// from the server before its locks are lost (Redisson's `lockWatchdogTimeout`).
@@ -180,51 +225,79 @@ impl LockClientBuilder {
         self
     }
 
-    /// Under whose id locks are held. Default: a fresh random one.
+    /// The id under which locks are held. Default: a random one.
     ///
-    /// Handing over another client's id lets this one give back and re-enter that client's locks,
-    /// with [`Owner::from_thread_id`]. It is for handing over: never give one id to two clients
-    /// that work at the same time. Neither follows what the other does to a owner's count, so a
-    /// release of one may take the other's hold.
+    /// With the id of another client, this one can release and re-enter that client's locks, with
+    /// [`Owner::from_thread_id`]. It is for handing locks over: never give one id to two clients
+    /// that work at the same time. Neither of them follows the hold counts of the other, so a
+    /// release by one may release the other's hold.
     pub fn client_id(mut self, id: ClientId) -> Self {
         self.client_id = Some(id);
         self
     }
 
-    /// Whose hold an acquisition is outside any [`Owner`] scope. Default
+    /// The name that the connections have in `CLIENT LIST`, followed by `:` and the client id.
+    /// Default `redisson-lock`; 1 to 64 printable ASCII characters without spaces
+    /// (<https://redis.io/docs/latest/commands/client-setname/>).
+    ///
+    /// The owner in a lock's hash begins with the client id, so `CLIENT LIST` shows which process
+    /// holds a lock, and at which address it runs.
+    pub fn client_name(mut self, name: impl Into<String>) -> Self {
+        self.client_name = Some(name.into());
+        self
+    }
+
+    /// The owner of an acquisition outside any [`Owner`] scope. Default
     /// [`OwnerPolicy::PerAcquisition`].
     pub fn owner_policy(mut self, policy: OwnerPolicy) -> Self {
         self.owner_policy = policy;
         self
     }
 
-    /// How long a waiter sleeps at most before it asks again, should a wake-up be lost. Default 1
-    /// s; 10 ms to 1 h.
+    /// What happens when a task waits for a lock that it holds itself under another owner. Default
+    /// [`DeadlockDetection::Warn`].
+    pub fn deadlock_detection(mut self, detection: DeadlockDetection) -> Self {
+        self.deadlock_detection = detection;
+        self
+    }
+
+    /// How long a waiter sleeps at most before it makes another attempt, should a wake-up be lost.
+    /// Default 1 s; 10 ms to 1 h.
     ///
-    /// One question for each lock that is waited for in this process, however many wait for it.
+    /// It costs one attempt per interval for each lock that is waited for in this process, however
+    /// many requests wait for it.
     pub fn recheck_interval(mut self, interval: Duration) -> Self {
         self.recheck_interval = Some(interval);
         self
     }
 
-    /// For how long an operation goes on trying while the server is in trouble. Default 10 s; 0 to
-    /// 1 h.
+    /// How long an operation tries while the server is in trouble. Default 10 s; 0 to 1 h.
     ///
-    /// The first answer is always waited for, as long as [`command_timeout`](Self::command_timeout)
-    /// says.
+    /// The first reply is always waited for, as long as [`command_timeout`](Self::command_timeout)
+    /// allows.
     pub fn retry_timeout(mut self, timeout: Duration) -> Self {
         self.retry_timeout = Some(timeout);
         self
     }
 
-    /// For how long connecting may take. Default 5 s; 1 ms to 1 h.
+    /// How long one attempt to connect may take. Default 5 s; 1 ms to 1 h.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = Some(timeout);
         self
     }
 
-    /// For how long a reply may take before the connection is given up for a new one. Default 3 s,
-    /// or a third of the watchdog timeout if that is less; 10 ms to 1 h.
+    /// How long [`connect`](Self::connect) tries again while the server cannot be reached or is
+    /// starting, so that a service can start before its server. Default 0: one attempt; at most
+    /// 3650 days.
+    ///
+    /// A server that refuses the user, or that is not supported, is an error at once.
+    pub fn connect_retry(mut self, limit: Duration) -> Self {
+        self.connect_retry = limit;
+        self
+    }
+
+    /// How long a reply may take before the connection is replaced. Default 3 s, or a third of the
+    /// watchdog timeout if that is less; 10 ms to 1 h.
     pub fn command_timeout(mut self, timeout: Duration) -> Self {
         self.command_timeout = Some(timeout);
         self
@@ -237,7 +310,7 @@ impl LockClientBuilder {
         self
     }
 
-    /// Connects to `redis://[user[:password]@]host[:port][/database]`, within a tokio runtime.
+    /// Connects to `redis://[user[:password]@]host[:port][/database]`.
     ///
     /// # Errors
     /// As [`LockClient::connect`]; [`Error::InvalidConfig`] also for a setting out of bounds.
@@ -246,61 +319,50 @@ impl LockClientBuilder {
     /// Dropping it closes what was opened.
     pub async fn connect(self, url: &str) -> Result<LockClient, Error> {
         let config = self.config()?;
-        let settings = Settings::parse(url, config.connect_timeout, config.command_timeout)?;
         let client_id = self.client_id.unwrap_or_else(ClientId::random);
-        let scripts = catalog::ALL.map(|script| script.what());
-        let (wakeups, changed) = Wakeups::new();
-        let listener = Arc::clone(&wakeups);
-        let limit = config.connect_timeout;
-        let connecting = async {
-            let link = Arc::new(Link::connect(settings.clone(), &scripts).await?);
-            let events = Arc::new(move |event: Event<'_>| wakeup::event(&listener, event));
-            Ok((link, PubSub::open(settings, events).await?))
-        };
-        let connected = tokio::time::timeout(limit, connecting).await;
-        let (link, pubsub) = connected.unwrap_or(Err(Error::Timeout {
-            step: Step::Connect,
-            after: limit,
-        }))?;
-
-        let (stop, stopped) = watch::channel(false);
-        let in_hand = Arc::<InHand>::default();
-        // In a shorter time no caller is suspected: a reply may take as long.
-        let round = config.command_timeout.max(retry::LONGEST);
-        let (background, worker) = Background::new(stopped.clone(), Arc::clone(&in_hand), round);
-        let holds = Holds::new(in_hand);
-        let core = Arc::new(Core {
-            client_id,
-            config,
-            link: Arc::clone(&link),
-            holds: Arc::clone(&holds),
-            wakeups: Arc::clone(&wakeups),
-            background,
-            closed: AtomicBool::new(false),
-            failed_releases: AtomicU64::new(0),
-            stop,
-        });
-        let mut ends = stopped.clone();
-        let listening = reconcile(wakeups, changed, pubsub, round, async move {
-            // An error means that the client is gone.
-            let _ = ends.wait_for(|stop| *stop).await;
-        });
-        let tasks = vec![
-            tokio::spawn(listening),
-            tokio::spawn(renewal::supervise(Arc::downgrade(&core), holds, stopped)),
-            tokio::spawn(async move {
-                worker.await;
-                // Every handle is gone and every release is done: the connection has served.
-                link.close().await;
-            }),
-        ];
-        Ok(LockClient {
-            core,
-            tasks: Arc::new(Mutex::new(tasks)),
-        })
+        let name = self.client_name.as_deref().unwrap_or("redisson-lock");
+        let settings = Settings::parse(
+            url,
+            format!("{name}:{client_id}"),
+            config.connect_timeout,
+            config.command_timeout,
+        )?;
+        let runtime = Runtime::current()?;
+        let mut patience = Patience::new(self.connect_retry);
+        let mut is_logged = false;
+        loop {
+            let connecting = open(&config, &settings, client_id, runtime.clone());
+            let error = match tokio::time::timeout(config.connect_timeout, connecting).await {
+                Ok(Ok(client)) => return Ok(client),
+                Ok(Err(error)) => error,
+                Err(_) => settings.connect_timed_out(),
+            };
+            if !error.is_retryable() || !patience.pause().await {
+                return Err(error);
+            }
+            if !std::mem::replace(&mut is_logged, true) {
+                tracing::warn!(%error, "the server cannot be reached, connecting is tried again");
+            }
+        }
     }
 
     fn config(&self) -> Result<Config, Error> {
+        if let Some(name) = &self.client_name {
+            let printable = name.bytes().all(|byte| byte.is_ascii_graphic());
+            if !printable || !(1..=64).contains(&name.len()) {
+                return Err(Error::InvalidConfig {
+                    setting: "client name",
+                    problem: format!("{name:?} is empty, too long, or has other characters"),
+                    allowed: "1 to 64 printable ASCII characters without spaces",
+                });
+            }
+        }
+        let _ = bounded(
+            "connect retry limit",
+            self.connect_retry,
+            Duration::ZERO..=Duration::from_secs(3650 * 24 * 3600),
+            "0 to 3650 days",
+        )?;
         const HOUR: Duration = Duration::from_secs(3600);
         let default = Config::default();
         let watchdog = self
@@ -356,6 +418,70 @@ impl LockClientBuilder {
                 "10 ms to 1 h",
             )?,
             renewal_batch,
+            deadlock_detection: self.deadlock_detection,
         })
     }
+}
+
+/// Opens both connections and starts the tasks.
+async fn open(
+    config: &Config,
+    settings: &Settings,
+    client_id: ClientId,
+    runtime: Runtime,
+) -> Result<LockClient, Error> {
+    let scripts = catalog::ALL.map(|script| script.what());
+    let counters = Arc::<Counters>::default();
+    let link = Link::connect(settings.clone(), &scripts, Arc::clone(&counters)).await?;
+    let link = Arc::new(link);
+    let (wakeups, changed) = Wakeups::new();
+    let listener = Arc::clone(&wakeups);
+    let events = Arc::new(move |event: Event<'_>| wakeup::event(&listener, event));
+    let pubsub = PubSub::open(settings.clone(), events).await?;
+
+    let (stop, stopped) = watch::channel(false);
+    let in_hand = Arc::<InHand>::default();
+    // In a shorter time no caller is suspected: a reply may take as long.
+    let round = config.command_timeout.max(retry::LONGEST);
+    let (background, worker) = Background::new(stopped.clone(), Arc::clone(&in_hand), round);
+    let holds = Holds::new(in_hand, Arc::clone(&counters));
+    let core = Arc::new(Core {
+        client_id,
+        config: config.clone(),
+        link: Arc::clone(&link),
+        holds: Arc::clone(&holds),
+        wakeups: Arc::clone(&wakeups),
+        background,
+        closed: AtomicBool::new(false),
+        counters,
+        runtime: runtime.clone(),
+        address: settings.address().into(),
+        stop,
+    });
+    let weak = Arc::downgrade(&core);
+    let sentinel = runtime.sentinel(stopped.clone(), move || {
+        if let Some(core) = weak.upgrade() {
+            core.close(LostReason::RuntimeEnded);
+            core.link.refuse();
+        }
+    });
+    let mut ends = stopped.clone();
+    let listening = reconcile(wakeups, changed, pubsub, round, async move {
+        // An error means that the client is gone.
+        let _ = ends.wait_for(|stop| *stop).await;
+    });
+    let tasks = vec![
+        tokio::spawn(listening),
+        tokio::spawn(renewal::supervise(Arc::downgrade(&core), holds, stopped)),
+        tokio::spawn(async move {
+            worker.await;
+            // Every handle is dropped and every release is done.
+            link.close().await;
+            drop(sentinel);
+        }),
+    ];
+    Ok(LockClient {
+        core,
+        tasks: Arc::new(Mutex::new(tasks)),
+    })
 }

@@ -19,9 +19,9 @@ impl LeaseTime {
 
     pub(crate) fn new(lease: Duration) -> Result<Self, Error> {
         let problem = if lease < Duration::from_millis(1) {
-            "it is shorter than a millisecond"
+            "shorter than 1ms"
         } else if lease > LONGEST {
-            "it is too long"
+            "longer than 3650 days"
         } else {
             // At most 3650 days, so the number fits.
             return Ok(Self(lease.as_millis() as u64));
@@ -61,10 +61,25 @@ pub(crate) enum WaitTime {
 impl WaitTime {
     pub(crate) fn new(wait: Duration) -> Result<Self, Error> {
         if wait > LONGEST {
-            return Err(Error::InvalidWait { wait });
+            return Err(Error::InvalidTimeout { timeout: wait });
         }
         Ok(Self::AtMost(wait))
     }
+}
+
+/// What happens when a task waits for a lock that it holds itself under another owner.
+///
+/// A task that waits so waits for ever, unless the code that holds the lock runs in another branch
+/// of the same task (`join!`) and releases it meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum DeadlockDetection {
+    /// The client logs a warning, and the task waits (the default).
+    #[default]
+    Warn,
+    /// The request fails with [`Error::WouldDeadlock`]. Branches of one task that take turns at a
+    /// lock fail as well.
+    Fail,
 }
 
 /// The client's settings, as the builder gathered them.
@@ -77,6 +92,7 @@ pub(crate) struct Config {
     pub(crate) connect_timeout: Duration,
     pub(crate) command_timeout: Duration,
     pub(crate) renewal_batch: usize,
+    pub(crate) deadlock_detection: DeadlockDetection,
 }
 
 impl Default for Config {
@@ -89,6 +105,7 @@ impl Default for Config {
             connect_timeout: Duration::from_secs(5),
             command_timeout: Duration::from_secs(3),
             renewal_batch: 100,
+            deadlock_detection: DeadlockDetection::default(),
         }
     }
 }
@@ -167,7 +184,7 @@ mod tests {
         );
         assert!(matches!(
             WaitTime::new(Duration::MAX),
-            Err(Error::InvalidWait { .. })
+            Err(Error::InvalidTimeout { .. })
         ));
     }
 }

@@ -1,24 +1,27 @@
-//! What the rooms of one client share.
+//! What the parts of one client share.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::background::Background;
 use crate::config::Config;
-use crate::error::{Error, Step};
+use crate::error::{Error, LostReason, Step};
 use crate::holds::{EntryRef, Holds};
 use crate::keys::Keys;
 use crate::link::{Call, Failure, Link, Reply};
 use crate::locks::{self, Ident, Kind};
 use crate::owner::{ClientId, Owner};
+use crate::renewal;
 use crate::retry::Patience;
+use crate::runtime::Runtime;
+use crate::stats::{Counters, add};
 use crate::wakeup::Wakeups;
 
-/// The rooms of a client. Its tasks hold it weakly: when the last lock, guard and client are gone,
-/// they end.
+/// The parts of a client. Its tasks hold it weakly: they end when the last lock, guard and client
+/// are gone.
 pub(crate) struct Core {
     pub(crate) client_id: ClientId,
     pub(crate) config: Config,
@@ -27,30 +30,53 @@ pub(crate) struct Core {
     pub(crate) wakeups: Arc<Wakeups>,
     pub(crate) background: Background,
     pub(crate) closed: AtomicBool,
-    /// How many releases in the background were given up.
-    pub(crate) failed_releases: AtomicU64,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) runtime: Runtime,
+    /// Host and port of the server, for errors.
+    pub(crate) address: Arc<str>,
     /// Dropped with the core, which stops the tasks.
     pub(crate) stop: watch::Sender<bool>,
 }
 
 impl Core {
     pub(crate) fn ensure_open(&self) -> Result<(), Error> {
+        self.runtime.ensure_alive()?;
         if self.closed.load(Ordering::Acquire) {
-            Err(Error::Closed)
-        } else {
-            Ok(())
+            return Err(Error::Closed);
+        }
+        Ok(())
+    }
+
+    /// Closes the client for callers. The locks that are held are lost; those whose release is
+    /// pending are not.
+    pub(crate) fn close(self: &Arc<Self>, reason: LostReason) {
+        self.closed.store(true, Ordering::Release);
+        self.wakeups.close();
+        for lease in self.holds.leases() {
+            if lease.is_leaving() {
+                continue;
+            }
+            let reason = lease.lose(reason);
+            renewal::tell_lost(self, &lease, reason, false);
         }
     }
 
-    pub(crate) fn ident(&self, keys: &Keys, owner: Owner) -> Arc<Ident> {
-        Arc::new(Ident::new(keys.clone(), self.client_id, owner))
+    /// Drives an operation of a caller: outside a runtime too, and not beyond the end of the
+    /// client's runtime.
+    pub(crate) async fn drive<T>(
+        self: Arc<Self>,
+        operation: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        let outcome = self.runtime.clone().drive(operation).await;
+        if matches!(outcome, Err(Error::OutcomeUnknown { .. })) {
+            add(&self.counters.unknown_outcomes);
+        }
+        outcome
     }
 
-    pub(crate) fn fresh_ident(&self, keys: &Keys) -> Arc<Ident> {
-        Arc::new(Ident {
-            fresh: true,
-            ..Ident::new(keys.clone(), self.client_id, Owner::new())
-        })
+    pub(crate) fn ident(&self, keys: &Keys, owner: Owner) -> Arc<Ident> {
+        let address = Arc::clone(&self.address);
+        Arc::new(Ident::new(keys.clone(), self.client_id, owner, address))
     }
 
     pub(crate) fn entry(&self, ident: &Arc<Ident>, kind: &'static dyn Kind) -> EntryRef {
@@ -70,7 +96,7 @@ impl Core {
                 Err(failure) => failure,
             };
             repeated |= matches!(failure, Failure::Unknown(_));
-            if failure.is_passing() && patience.pause().await {
+            if failure.is_transient() && patience.pause().await {
                 self.ensure_open()?;
                 continue;
             }
@@ -80,11 +106,14 @@ impl Core {
                     Error::Timeout {
                         step,
                         after: begun.elapsed(),
+                        lock: Some(lock.to_owned()),
+                        address: None,
                     }
                 }
                 failure => locks::error(
                     failure,
                     lock,
+                    &self.address,
                     (repeated && step != Step::Inspect).then_some(step),
                 ),
             });

@@ -3,228 +3,318 @@
 use std::fmt;
 use std::time::Duration;
 
-/// Why an operation did not do what it was asked to.
+use crate::info::LockInfo;
+
+mod server;
+
+pub use server::{ServerError, ServerErrorKind};
+
+/// Why an operation failed.
 ///
-/// Contention is not an error of [`try_lock`](crate::ReentrantLock::try_lock): there it is the
-/// answer `None`.
+/// `Display` states what happened in one line, with the lock and the figures; each variant's
+/// documentation states what the caller does next. Code that only sorts errors uses
+/// [`is_lost`](Self::is_lost), [`is_timeout`](Self::is_timeout) and
+/// [`is_retryable`](Self::is_retryable).
+///
+/// That a lock is held by another owner is not an error of
+/// [`try_lock`](crate::ReentrantLock::try_lock): there it is the answer `None`.
+///
+/// ```no_run
+/// # async fn example(lock: redisson_lock::ReentrantLock) {
+/// use std::time::Duration;
+///
+/// match lock.lock().timeout(Duration::from_secs(2)).run(async { 40 + 2 }).await {
+///     Ok(total) => println!("{total}"),
+///     Err(error) if error.is_lost() => eprintln!("check what was done: {error}"),
+///     Err(error) if error.is_retryable() => eprintln!("try again later: {error}"),
+///     Err(error) => eprintln!("{error}"),
+/// }
+/// # }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The lock's name cannot be used. Nothing was sent.
-    #[error("the lock name {name:?} is refused: {problem}; allowed: 1 to {max} bytes of UTF-8", max = crate::MAX_NAME_LEN)]
+    /// The lock name is invalid. Nothing was sent. Choose another name.
+    #[error("invalid lock name {name:?}: {problem} (allowed: 1 to {max} bytes of UTF-8)", max = crate::MAX_NAME_LEN)]
+    #[non_exhaustive]
     InvalidName {
-        /// The name, shortened where it is very long.
+        /// The name, shortened if it is long.
         name: String,
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// The lease time cannot be used. Nothing was sent.
-    #[error("the lease time {lease:?} is refused: {problem}; allowed: 1 ms to 3650 days")]
+    /// The lease time is invalid. Nothing was sent. Pass a lease within the limits.
+    #[error("invalid lease time {lease:?}: {problem} (allowed: 1ms to 3650 days)")]
+    #[non_exhaustive]
     InvalidLease {
-        /// The lease time that was asked for.
+        /// The lease time that was passed.
         lease: Duration,
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// The wait time cannot be used. Nothing was sent.
-    #[error(
-        "the wait time {wait:?} is refused: it is too long; allowed: up to 3650 days (leave it out to wait without limit)"
-    )]
-    InvalidWait {
-        /// The wait time that was asked for.
-        wait: Duration,
+    /// The timeout is invalid. Nothing was sent. Leave it out to wait without limit.
+    #[error("invalid timeout {timeout:?}: longer than 3650 days")]
+    #[non_exhaustive]
+    InvalidTimeout {
+        /// The timeout that was passed.
+        timeout: Duration,
     },
-    /// A setting of the client, a client id or a thread id cannot be used. Nothing was sent.
-    #[error("the {setting} is refused: {problem}; allowed: {allowed}")]
+    /// A setting of the client, a client id or a thread id is invalid. Nothing was sent. Correct
+    /// the setting.
+    #[error("invalid {setting}: {problem} (allowed: {allowed})")]
+    #[non_exhaustive]
     InvalidConfig {
-        /// Which setting.
+        /// The setting.
         setting: &'static str,
-        /// What is wrong with it. Never holds a secret.
+        /// What is wrong with it. It never contains a secret.
         problem: String,
-        /// What would be taken.
+        /// What is allowed.
         allowed: &'static str,
     },
-    /// The wait time ran out while somebody else held the lock. Nothing of ours is left on the
-    /// server.
-    ///
-    /// Wait longer, or do without.
-    #[error("lock {lock:?} is held by another owner: gave up after {waited:?}{}; wait longer, or do without", remaining(*.remaining_ttl))]
-    Contended {
+    /// The server at this address cannot be used: it runs as a cluster or as a sentinel, or it is
+    /// older than Redis 6.2. Connect to another server.
+    #[error("unsupported server {address}: {problem}")]
+    #[non_exhaustive]
+    UnsupportedServer {
+        /// Host and port.
+        address: String,
+        /// Why it cannot be used.
+        problem: String,
+    },
+    /// The timeout of the request passed while another owner held the lock. Nothing of the request
+    /// is left on the server. Wait longer, or do without the lock.
+    #[error("timed out after {timeout:?} waiting for lock {lock:?}{}", by(.held_by))]
+    #[non_exhaustive]
+    AcquireTimeout {
         /// The lock's name.
         lock: String,
-        /// How long the caller waited.
-        waited: Duration,
-        /// What the lock had left of its owner's lease when it was last tried, if that is known.
-        remaining_ttl: Option<Duration>,
+        /// The timeout of the request.
+        timeout: Duration,
+        /// The owner that held the lock when the timeout passed. `None` if the server did not say
+        /// so in time, or if the lock had become free by then.
+        held_by: Option<LockInfo>,
     },
-    /// A step took too long. Except for [`Step::Shutdown`], which ends all the same, it is certain
-    /// that it left nothing behind.
-    ///
-    /// For [`Step::Connect`]: is the server there, is the address right? For [`Step::Inspect`]: the
-    /// server does not answer. For [`Step::EarlierOperation`]: an earlier acquire or release on
-    /// this lock, by the same owner or by a waiter that went away, has not been answered yet.
-    #[error("timed out after {after:?} in this step: {step}; {next}", next = step.after_timeout())]
+    /// The current task waits for a lock that it holds itself under another owner, and the client
+    /// was built with [`DeadlockDetection::Fail`](crate::DeadlockDetection::Fail). Nothing was
+    /// sent, or nothing is left. Run the nested code in the scope of the owner that holds the lock.
+    #[error(
+        "deadlock: the current task holds lock {lock:?} as owner {owner} and waits for it as another owner"
+    )]
+    #[non_exhaustive]
+    WouldDeadlock {
+        /// The lock's name.
+        lock: String,
+        /// The owner of this client under which the task holds the lock.
+        owner: crate::Owner,
+    },
+    /// A step took longer than its limit. Except for [`Step::Shutdown`] it left nothing behind.
+    /// Call again when the server answers.
+    #[error("timed out after {after:?} {step}{}", target(.lock, .address))]
+    #[non_exhaustive]
     Timeout {
-        /// Which step.
+        /// The step.
         step: Step,
-        /// How long it was given.
+        /// Its limit, or how long it took.
         after: Duration,
+        /// The lock's name, if the step concerns a lock.
+        lock: Option<String>,
+        /// Host and port of the server, if the step is [`Step::Connect`].
+        address: Option<String>,
     },
-    /// The current owner does not hold the lock, or every hold that it has belongs to a guard:
-    /// unlock the guard.
-    #[error("lock {lock:?} cannot be unlocked here: {problem}")]
+    /// The current owner does not hold the lock, or each of its holds belongs to a guard. Unlock
+    /// the guard, or unlock as the owner that holds the lock.
+    #[error("cannot unlock lock {lock:?}: {problem}")]
+    #[non_exhaustive]
     NotHeld {
         /// The lock's name.
         lock: String,
-        /// Who was asked to give it back, and what to do.
+        /// Which owner does not hold it.
         problem: String,
     },
-    /// The lock was held and is not held any more: what it guarded may have been done by others as
-    /// well.
-    ///
-    /// Undo or check what was done since the lease was last known to be alive.
-    #[error("lock {lock:?} was lost: {reason}; check or undo what was done under it")]
+    /// The lock was held and is not held any more. Another owner may have held it since. Check, or
+    /// undo, what was done since the lease was last known to be valid.
+    #[error("lock {lock:?} was lost: {reason}")]
+    #[non_exhaustive]
     Lost {
         /// The lock's name.
         lock: String,
         /// How it was lost.
         reason: LostReason,
     },
-    /// The server did not answer, so whether the step happened is not known.
+    /// The server did not answer, so it is unknown whether the step was done.
     ///
-    /// It is settled in the background: what an acquire may have taken is given back, and a release
-    /// goes on until the server answers or the lease is over. Until then others may find the lock
-    /// held.
-    #[error(
-        "the outcome of this step on lock {lock:?} is not known: {step} ({detail}); it is being settled in the background"
-    )]
-    Unknown {
+    /// The client settles it in the background: it releases what an acquire may have acquired, and
+    /// it repeats a release until the server answers or the lease has expired. Until then other
+    /// owners may find the lock held. Call again; an acquire that follows waits for the settlement.
+    #[error("unknown outcome {step} lock {lock:?}: {detail}")]
+    #[non_exhaustive]
+    OutcomeUnknown {
         /// The lock's name.
         lock: String,
-        /// Which step.
+        /// The step.
         step: Step,
         /// What went wrong with the connection.
         detail: String,
     },
-    /// The server refused a command: a key of another type, missing rights (ACL), no memory.
-    ///
-    /// Its words tell what has to change before it is worth trying again.
-    #[error("the server refused{}: {message}{hint}", about(.lock), hint = hint(message))]
+    /// The server refused a command. [`ServerError::kind`] says what has to change first.
+    #[error("server error{}: {error}", on_lock(.lock))]
+    #[non_exhaustive]
     Server {
-        /// The lock's name, where one is concerned.
+        /// The lock's name, if a lock is concerned.
         lock: Option<String>,
-        /// The server's words.
-        message: String,
+        /// The server's answer.
+        #[source]
+        error: ServerError,
     },
-    /// The server cannot be reached, and nothing was changed.
-    ///
-    /// Is it running, and is the address right? Once it is back, ask again.
-    #[error("no connection to the server: {detail}")]
+    /// The server cannot be reached. Nothing was changed. Call again when it is back.
+    #[error("no connection to {address}: {detail}")]
+    #[non_exhaustive]
     Connection {
+        /// Host and port.
+        address: String,
         /// What went wrong.
         detail: String,
     },
-    /// The client has been shut down: connect a new one.
-    #[error("the client has been shut down; connect a new one")]
+    /// There is no tokio runtime on which the operation can run. Nothing was sent. Await the
+    /// operation inside a runtime, or connect a client in the runtime that is in use.
+    #[error("no tokio runtime: {problem}")]
+    #[non_exhaustive]
+    NoRuntime {
+        /// Which runtime is missing.
+        problem: &'static str,
+    },
+    /// The client is shut down. Nothing was sent. Connect a new client.
+    #[error("the lock client is shut down")]
     Closed,
 }
 
+impl Error {
+    /// Whether the lock was held and lost: [`Error::Lost`].
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        matches!(self, Self::Lost { .. })
+    }
+
+    /// Whether a time limit passed: [`Error::AcquireTimeout`] or [`Error::Timeout`].
+    #[must_use]
+    pub fn is_timeout(&self) -> bool {
+        matches!(self, Self::AcquireTimeout { .. } | Self::Timeout { .. })
+    }
+
+    /// Whether the same call may succeed later with nothing changed in the program: after
+    /// contention, a time limit, trouble with the connection, an unknown outcome, or a server error
+    /// that is [transient](ServerError::is_transient).
+    ///
+    /// It is `false` for [`Error::Lost`]: the work under the lock has to be checked first.
+    #[must_use]
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::AcquireTimeout { .. } | Self::Connection { .. } | Self::OutcomeUnknown { .. } => {
+                true
+            }
+            Self::Timeout { step, .. } => *step != Step::Shutdown,
+            Self::Server { error, .. } => error.is_transient(),
+            _ => false,
+        }
+    }
+
+    /// The name of the lock that is concerned, if one is.
+    #[must_use]
+    pub fn lock(&self) -> Option<&str> {
+        match self {
+            Self::InvalidName { name: lock, .. }
+            | Self::AcquireTimeout { lock, .. }
+            | Self::WouldDeadlock { lock, .. }
+            | Self::NotHeld { lock, .. }
+            | Self::Lost { lock, .. }
+            | Self::OutcomeUnknown { lock, .. } => Some(lock),
+            Self::Timeout { lock, .. } | Self::Server { lock, .. } => lock.as_deref(),
+            _ => None,
+        }
+    }
+}
+
 /// A step of an operation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Step {
     /// Connecting to the server.
     Connect,
-    /// Taking a hold.
+    /// Acquiring a hold.
     Acquire,
-    /// Giving a hold back.
+    /// Releasing a hold.
     Release,
-    /// Freeing a lock, whoever holds it.
+    /// Freeing a lock that any owner holds.
     ForceUnlock,
-    /// Asking about a lock.
+    /// Reading the state of a lock.
     Inspect,
-    /// Waiting for an earlier operation on the same lock, of the same owner or of a waiter that
-    /// went away.
+    /// Waiting for an earlier operation on the same lock by the same owner, or by a request that
+    /// was dropped, whose reply is still missing.
     EarlierOperation,
     /// Finishing pending releases at shutdown.
     Shutdown,
 }
 
-impl Step {
-    /// What a caller does for whom it took too long.
-    fn after_timeout(self) -> &'static str {
-        match self {
-            Step::Connect => "is the server running there, and is the address right?",
-            Step::Shutdown => {
-                "everything is ended, and what was not released runs out with its lease"
-            }
-            _ => "the server does not answer, so try again later",
-        }
-    }
-}
-
 impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Step::Connect => "connecting",
-            Step::Acquire => "acquiring",
-            Step::Release => "releasing",
-            Step::ForceUnlock => "force-unlocking",
-            Step::Inspect => "asking about the lock",
-            Step::EarlierOperation => "waiting for an earlier operation on the same lock",
-            Step::Shutdown => "finishing pending releases",
+            Self::Connect => "connecting to",
+            Self::Acquire => "acquiring",
+            Self::Release => "releasing",
+            Self::ForceUnlock => "force-unlocking",
+            Self::Inspect => "inspecting",
+            Self::EarlierOperation => "waiting for an earlier operation on",
+            Self::Shutdown => "finishing pending releases",
         })
     }
 }
 
 /// How a lock was lost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LostReason {
-    /// The lease ran out, or could not be proved alive in time: no renewal was answered.
+    /// The lease expired, or no renewal was confirmed early enough to be sure that it had not.
     Expired,
-    /// The server does not have the hold any more: the key expired, was deleted, evicted or
+    /// The server does not have the hold any more: the key expired, or was deleted, evicted or
     /// force-unlocked.
     Gone,
-    /// This client force-unlocked it.
+    /// This client force-unlocked the lock.
     ForceUnlocked,
-    /// This client was shut down and does not renew it any more.
+    /// This client was shut down and renews the lock no more.
     Shutdown,
+    /// The tokio runtime on which this client connected has ended, so nothing renews the lock.
+    RuntimeEnded,
 }
 
 impl fmt::Display for LostReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            LostReason::Expired => "its lease ran out, or could not be proved alive in time",
-            LostReason::Gone => {
+            Self::Expired => "its lease expired, or could not be confirmed in time",
+            Self::Gone => {
                 "the server does not have the hold any more (expired, deleted, evicted or force-unlocked)"
             }
-            LostReason::ForceUnlocked => "it was force-unlocked by this client",
-            LostReason::Shutdown => "the client was shut down",
+            Self::ForceUnlocked => "this client force-unlocked it",
+            Self::Shutdown => "the client was shut down",
+            Self::RuntimeEnded => "the runtime of the client has ended",
         })
     }
 }
 
-fn remaining(ttl: Option<Duration>) -> String {
-    ttl.map(|ttl| format!(" (its lease had {ttl:?} left)"))
+fn by(info: &Option<LockInfo>) -> String {
+    info.as_ref()
+        .map(|info| format!(" (held by {info})"))
         .unwrap_or_default()
 }
 
-/// What to do about a refusal, where its code tells.
-fn hint(message: &str) -> &'static str {
-    match message.split(' ').next().unwrap_or_default() {
-        "NOAUTH" | "WRONGPASS" => {
-            " (are user and password in the URL, redis://user:password@host, and right?)"
-        }
-        "NOPERM" => " (the user needs more rights, see ACL SETUSER)",
-        "WRONGTYPE" => " (something else is stored under this name: choose another one)",
-        "OOM" => " (the server is out of memory)",
-        "READONLY" => " (this is a replica: connect to its master)",
-        _ => "",
+fn target(lock: &Option<String>, address: &Option<String>) -> String {
+    match (lock, address) {
+        (Some(lock), _) => format!(" lock {lock:?}"),
+        (None, Some(address)) => format!(" {address}"),
+        (None, None) => String::new(),
     }
 }
 
-fn about(lock: &Option<String>) -> String {
+fn on_lock(lock: &Option<String>) -> String {
     lock.as_ref()
         .map(|lock| format!(" on lock {lock:?}"))
         .unwrap_or_default()

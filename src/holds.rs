@@ -14,9 +14,10 @@ use crate::error::LostReason;
 use crate::lease::Lease;
 use crate::locks::{Ident, Kind};
 use crate::losses::{Loss, Losses, Numbers};
+use crate::stats::{Counters, add};
 use crate::turn::{InHand, Turns};
 
-/// A lock and a owner: what the renewal table is keyed by.
+/// A lock and an owner: what the renewal table is keyed by.
 type EntryKey = (Bytes, i64);
 
 /// One owner's dealings with one lock.
@@ -49,7 +50,7 @@ impl Entry {
         latest.iter().for_each(|lease| lease.let_go());
         let kept: Vec<_> = latest
             .into_iter()
-            .flat_map(|lease| lease.take_forgotten())
+            .flat_map(|lease| lease.take_detached())
             .collect();
         drop(kept);
     }
@@ -64,6 +65,7 @@ pub(crate) struct Holds {
     /// Signals that something is due earlier than the scheduler expects.
     pub(crate) earlier: Notify,
     ids: AtomicU64,
+    counters: Arc<Counters>,
 }
 
 #[derive(Default)]
@@ -81,9 +83,10 @@ struct Schedule {
 }
 
 impl Holds {
-    pub(crate) fn new(in_hand: Arc<InHand>) -> Arc<Self> {
+    pub(crate) fn new(in_hand: Arc<InHand>, counters: Arc<Counters>) -> Arc<Self> {
         Arc::new(Self {
             in_hand,
+            counters,
             losses: Losses::default(),
             table: Mutex::default(),
             schedule: Mutex::default(),
@@ -115,7 +118,7 @@ impl Holds {
         }
     }
 
-    /// The entry of a lock and a owner, if it is in use.
+    /// The entry of a lock and an owner, if it is in use.
     pub(crate) fn entry_in_use(self: &Arc<Self>, name: &Bytes, thread: i64) -> Option<EntryRef> {
         let entry = self
             .table
@@ -131,6 +134,7 @@ impl Holds {
 
     /// Enters a new possession.
     pub(crate) fn insert(&self, lease: &Arc<Lease>) {
+        add(&self.counters.locks_held);
         self.table
             .lock()
             .held
@@ -160,22 +164,21 @@ impl Holds {
             place.and_then(|place| schedule.queue.remove(&place))
         };
         drop(unscheduled);
+        if removed.is_some() {
+            self.counters.locks_held.fetch_sub(1, Ordering::Relaxed);
+        }
         removed.is_some()
     }
 
-    /// Remembers the forgotten holds of a possession that is lost. Where no scope has its owner, no
-    /// unlock will ask.
+    /// Remembers the detached holds of a tenure that is lost, for the unlocks that will ask.
     pub(crate) fn lost(&self, lease: &Arc<Lease>, reason: LostReason) {
-        let forgotten = lease.take_forgotten();
-        if !lease.ident.fresh {
-            for (id, entry) in forgotten {
-                self.losses.add(Loss {
-                    reason,
-                    entry,
-                    lease: Arc::clone(lease),
-                    id,
-                });
-            }
+        for (id, entry) in lease.take_detached() {
+            self.losses.add(Loss {
+                reason,
+                entry,
+                lease: Arc::clone(lease),
+                id,
+            });
         }
     }
 
@@ -197,7 +200,7 @@ impl Holds {
     /// Lets go of everything: the client is gone.
     pub(crate) fn clear(&self) {
         let entries: Vec<_> = self.table.lock().entries.values().cloned().collect();
-        // A forgotten hold and its entry keep each other.
+        // A detached hold and its entry keep each other.
         entries.iter().for_each(|entry| entry.let_go());
         self.losses.clear();
     }

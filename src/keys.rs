@@ -37,9 +37,15 @@ impl Keys {
         })
     }
 
-    /// The name as the caller gave it.
+    /// The name as the caller passed it.
+    pub(crate) fn name(&self) -> &str {
+        // It was made from a `str`, so it is valid UTF-8.
+        std::str::from_utf8(&self.name).unwrap_or_default()
+    }
+
+    /// The name as the caller passed it.
     pub(crate) fn display(&self) -> String {
-        String::from_utf8_lossy(&self.name).into_owned()
+        self.name().to_owned()
     }
 }
 

@@ -45,7 +45,7 @@ struct State {
     holds: Vec<Held>,
     /// The hold count on the server.
     count: i64,
-    /// The part of it that was there before us (a owner that was handed over).
+    /// The part of it that was there before us (an owner that was handed over).
     base: i64,
     /// Until when the server cannot have let the lock expire, by our clock.
     proved_until: Instant,
@@ -72,10 +72,10 @@ pub(crate) struct Held {
     id: u64,
     mode: Mode,
     task: TaskId,
-    /// Whether it is a guard's, and has not been forgotten.
+    /// Whether it is a guard's, and has not been detached.
     pub(crate) guarded: bool,
     /// Keeps the entry of a hold that no guard stands for.
-    forgotten: Option<EntryRef>,
+    detached: Option<EntryRef>,
     /// Whether it is being given back: it is a reason to renew no more.
     leaving: bool,
 }
@@ -149,7 +149,7 @@ impl Lease {
             mode,
             task,
             guarded: true,
-            forgotten: None,
+            detached: None,
             leaving: false,
         });
         state.count = count;
@@ -254,7 +254,7 @@ impl Lease {
     pub(crate) fn put_back(&self, hold: Held, entry: EntryRef) -> Instant {
         let mut state = self.state.lock();
         state.holds.push(Held {
-            forgotten: Some(entry),
+            detached: Some(entry),
             leaving: true,
             ..hold
         });
@@ -305,12 +305,12 @@ impl Lease {
     }
 
     /// Lets a hold live without its guard.
-    pub(crate) fn forget(&self, id: u64, entry: EntryRef) {
+    pub(crate) fn detach(&self, id: u64, entry: EntryRef) {
         let mut state = self.state.lock();
         let spare = match state.holds.iter_mut().find(|hold| hold.id == id) {
             Some(hold) => {
                 hold.guarded = false;
-                hold.forgotten.replace(entry)
+                hold.detached.replace(entry)
             }
             None => Some(entry),
         };
@@ -349,15 +349,20 @@ impl Lease {
         drop(kept);
     }
 
-    /// Takes the entries that forgotten holds keep. The holds stay: the code that took them may
+    /// Takes the entries that detached holds keep. The holds stay: the code that took them may
     /// still run.
-    pub(crate) fn take_forgotten(&self) -> Vec<(u64, EntryRef)> {
+    pub(crate) fn take_detached(&self) -> Vec<(u64, EntryRef)> {
         let mut state = self.state.lock();
         state
             .holds
             .iter_mut()
-            .filter_map(|hold| Some((hold.id, hold.forgotten.take()?)))
+            .filter_map(|hold| Some((hold.id, hold.detached.take()?)))
             .collect()
+    }
+
+    /// Whether each of its holds is being released.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.state.lock().holds.iter().all(|hold| hold.leaving)
     }
 
     /// Whether a guard stands for one of its holds.
@@ -367,14 +372,14 @@ impl Lease {
 
     /// Takes the newest hold that no guard stands for, so that nobody else can: it belongs to the
     /// caller, who releases it.
-    pub(crate) fn claim_forgotten(&self) -> Option<u64> {
+    pub(crate) fn claim_detached(&self) -> Option<u64> {
         let mut state = self.state.lock();
         let hold = state
             .holds
             .iter_mut()
             .rev()
-            .find(|hold| hold.forgotten.is_some())?;
-        let (id, kept) = (hold.id, hold.forgotten.take());
+            .find(|hold| hold.detached.is_some())?;
+        let (id, kept) = (hold.id, hold.detached.take());
         drop(state);
         drop(kept);
         Some(id)
@@ -499,7 +504,9 @@ impl State {
             Some(LostReason::Expired) => self.holds.is_empty() || Instant::now() >= self.ends,
             // The code of other holds may still run: the last one says yes.
             // A force unlock may have failed after its owners were told.
-            Some(LostReason::Shutdown | LostReason::ForceUnlocked) => self.holds.is_empty(),
+            Some(LostReason::Shutdown | LostReason::RuntimeEnded | LostReason::ForceUnlocked) => {
+                self.holds.is_empty()
+            }
             // Nothing of it is there.
             Some(LostReason::Gone) | None => false,
         };

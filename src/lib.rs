@@ -31,7 +31,7 @@
 //! # What is promised
 //!
 //! While a guard is not lost, nobody else has the lock, as long as the server keeps what it has
-//! confirmed; and a owner hears of a loss before anybody else can have the lock, as long as nobody
+//! confirmed; and an owner hears of a loss before anybody else can have the lock, as long as nobody
 //! takes it away on the server. What can go wrong all the same is told in `docs/safety.md`: read it
 //! before money hangs on a lock.
 //!
@@ -65,6 +65,7 @@ mod core;
 mod error;
 mod handoff;
 mod holds;
+mod info;
 mod keys;
 mod lease;
 mod link;
@@ -74,17 +75,22 @@ mod owner;
 mod release;
 mod renewal;
 mod retry;
+mod runtime;
 mod script;
+mod stats;
 mod turn;
 mod wakeup;
 
 pub use client::{LockClient, LockClientBuilder};
-pub use error::{Error, LostReason, Step};
+pub use config::DeadlockDetection;
+pub use error::{Error, LostReason, ServerError, ServerErrorKind, Step};
+pub use info::LockInfo;
 pub use keys::MAX_NAME_LEN;
 pub use locks::guard::LockGuard;
-pub use locks::reentrant::{Holding, ReentrantLock};
-pub use locks::requests::{LockRequest, RunRequest, TryLockRequest};
+pub use locks::reentrant::ReentrantLock;
+pub use locks::requests::{LockRequest, TryLockRequest};
 pub use owner::{ClientId, Owner, OwnerExt, OwnerPolicy, WithOwner};
+pub use stats::{Losses, Stats};
 
 /// The README's programs, so that they compile.
 #[cfg(doctest)]

@@ -8,6 +8,8 @@ use std::fmt;
 
 use bytes::Bytes;
 
+use crate::error::ServerError;
+
 mod client;
 mod frames;
 mod keeper;
@@ -61,7 +63,7 @@ impl Reply {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
     /// The server answered with an error.
-    Server(String),
+    Server(ServerError),
     /// The call was never sent.
     NotSent(String),
     /// This link was closed on purpose; the call was not sent.
@@ -73,7 +75,7 @@ pub(crate) enum Failure {
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Failure::Server(message) => write!(f, "the server says: {message}"),
+            Failure::Server(error) => write!(f, "server error: {error}"),
             Failure::NotSent(detail) => write!(f, "not sent: {detail}"),
             Failure::Closed => f.write_str("not sent: the client is shut down"),
             Failure::Unknown(detail) => write!(f, "no answer: {detail}"),
@@ -82,22 +84,10 @@ impl fmt::Display for Failure {
 }
 
 impl Failure {
-    /// Whether the same call may well succeed a little later.
-    pub(crate) fn is_passing(&self) -> bool {
-        const PASSING: [&str; 7] = [
-            "LOADING",
-            "BUSY",
-            "TRYAGAIN",
-            "CLUSTERDOWN",
-            "MASTERDOWN",
-            "READONLY",
-            "NOREPLICAS",
-        ];
+    /// Whether the same call may succeed a little later.
+    pub(crate) fn is_transient(&self) -> bool {
         match self {
-            Failure::Server(message) => {
-                let code = message.split(' ').next().unwrap_or_default();
-                PASSING.contains(&code)
-            }
+            Failure::Server(error) => error.is_transient(),
             Failure::NotSent(_) | Failure::Unknown(_) => true,
             Failure::Closed => false,
         }

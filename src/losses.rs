@@ -19,7 +19,7 @@ pub(crate) struct Losses {
     table: Mutex<Table>,
 }
 
-/// The numbers of one entry's losses. Some may be forgotten by now.
+/// The numbers of one entry's losses. Some may be detached by now.
 pub(crate) type Numbers = Mutex<VecDeque<u64>>;
 
 #[derive(Default)]

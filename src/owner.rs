@@ -71,8 +71,8 @@ impl fmt::Display for ClientId {
 /// A logical thread: who locks, and who locks again when nested code locks the same lock.
 ///
 /// In Redisson the owner of a lock is a thread of a client. A tokio task moves between threads, and
-/// one task can run two branches at once, so here the owner is a owner. Outside any owner each
-/// acquisition is a owner of its own, and two branches of one `join!` exclude each other; inside a
+/// one task can run two branches at once, so here the owner is an owner. Outside any owner each
+/// acquisition is an owner of its own, and two branches of one `join!` exclude each other; inside a
 /// owner's scope locking again re-enters. The scope comes from
 /// [`ReentrantLock::run`](crate::ReentrantLock::run), [`LockGuard::run`](crate::LockGuard::run),
 /// [`Owner::scope`] or [`OwnerExt::with_owner`]. It does not leak into spawned tasks;
@@ -239,31 +239,43 @@ impl OwnerPolicy {
     }
 }
 
-/// Gives futures a owner.
-pub trait OwnerExt: Future + Sized {
-    /// Runs the future in that owner's scope.
-    fn with_owner(self, owner: Owner) -> WithOwner<Self> {
+/// Runs futures and requests in the scope of an owner.
+pub trait OwnerExt: IntoFuture + Sized {
+    /// Runs the future in the scope of that owner.
+    ///
+    /// ```no_run
+    /// use redisson_lock::{Owner, OwnerExt};
+    ///
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// let owner = Owner::new();
+    /// let outer = lock.lock().with_owner(owner).await?;
+    /// let inner = lock.lock().with_owner(owner).await?; // re-enters
+    /// # drop((outer, inner));
+    /// # Ok(()) }
+    /// ```
+    fn with_owner(self, owner: Owner) -> WithOwner<Self::IntoFuture> {
         WithOwner {
-            inner: AMBIENT.scope(Some(owner), self),
+            inner: AMBIENT.scope(Some(owner), self.into_future()),
         }
     }
 
-    /// Runs the future in the scope of the owner that is ambient here and now, also where it is
-    /// spawned. Where none is ambient now, none will be for the future.
+    /// Runs the future in the scope that surrounds this call, also where the future is spawned. If
+    /// no scope surrounds it, the future runs in none.
     ///
-    /// Only scopes are carried: under [`OwnerPolicy::PerTask`] hand over the task's own owner with
-    /// `with_owner(client.current_owner().unwrap())`.
-    fn in_current_owner(self) -> WithOwner<Self> {
+    /// It carries scopes only. Under [`OwnerPolicy::PerTask`] a spawned task has an owner of its
+    /// own: hand over [`LockClient::current_owner`](crate::LockClient::current_owner) with
+    /// [`with_owner`](Self::with_owner).
+    fn in_current_owner(self) -> WithOwner<Self::IntoFuture> {
         WithOwner {
-            inner: AMBIENT.scope(Owner::current(), self),
+            inner: AMBIENT.scope(Owner::current(), self.into_future()),
         }
     }
 }
 
-impl<F: Future> OwnerExt for F {}
+impl<F: IntoFuture> OwnerExt for F {}
 
 pin_project! {
-    /// A future in the scope of a owner. Dropping it drops the future in it.
+    /// A future in the scope of an owner. Dropping it drops the future in it.
     #[must_use = "futures do nothing unless they are awaited"]
     pub struct WithOwner<F> {
         #[pin]
@@ -294,7 +306,7 @@ fn number(id: tokio::task::Id) -> u64 {
         .unwrap_or_else(|_| STATE.hash_one(id))
 }
 
-/// The field `CLIENT:THREAD` that a owner of a client has in a lock's hash.
+/// The field `CLIENT:THREAD` that an owner of a client has in a lock's hash.
 pub(crate) fn owner_field(client: ClientId, owner: Owner) -> Bytes {
     format!("{client}:{owner}").into()
 }
@@ -308,7 +320,7 @@ pub(crate) fn thread_of(owner: &[u8], client: ClientId) -> Option<i64> {
     thread.parse().ok()
 }
 
-/// Which task runs here, for telling a owner's second self apart.
+/// Which task runs here, for telling an owner's second self apart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TaskId {
     Task(tokio::task::Id),

@@ -1,7 +1,8 @@
 //! Giving back: what a release does.
 
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use futures::FutureExt;
 use futures::future::Either;
@@ -9,7 +10,7 @@ use tokio::time::{Instant, timeout};
 
 use crate::config::LeaseTime;
 use crate::core::Core;
-use crate::error::{Error, LostReason, Step};
+use crate::error::{Error, LostReason, ServerErrorKind, Step};
 use crate::handoff::Handoff;
 use crate::holds::EntryRef;
 use crate::lease::{Lease, Mode, Proof};
@@ -17,6 +18,7 @@ use crate::link::Failure;
 use crate::locks::{Ident, Released};
 use crate::losses::Loss;
 use crate::retry::Patience;
+use crate::stats::add;
 use crate::turn::{Turn, Turns};
 
 /// One hold on the server. Dropping it gives it back in the background.
@@ -50,10 +52,21 @@ impl Hold {
         give_back(&core, entry, Arc::clone(&self.lease), self.id).await
     }
 
+    /// Resolves when the lock is lost while the hold is there.
+    pub(crate) fn lost(&self) -> impl Future<Output = LostReason> + Send + use<> {
+        let (lease, id) = (Arc::clone(&self.lease), self.id);
+        let runtime = self.core.runtime.clone();
+        async move {
+            let mut lost = pin!(lease.wait_lost(id));
+            // Its timer works outside a runtime, too.
+            poll_fn(|cx| runtime.within(|| lost.as_mut().poll(cx))).await
+        }
+    }
+
     /// Keeps it without a guard.
-    pub(crate) fn forget(mut self) {
+    pub(crate) fn detach(mut self) {
         self.settled = true;
-        self.lease.forget(self.id, self.entry.clone());
+        self.lease.detach(self.id, self.entry.clone());
         if let Some(reason) = self.lease.lost() {
             self.core.holds.lost(&self.lease, reason);
         }
@@ -111,9 +124,9 @@ impl<T> Drop for Answer<T> {
         match &self.result {
             None | Some(Ok(_) | Err(Error::Lost { .. })) => {}
             Some(Err(error)) => {
-                self.core.failed_releases.fetch_add(1, Ordering::Relaxed);
+                add(&self.core.counters.failed_releases);
                 let lock = self.ident.lock();
-                tracing::warn!(lock, %error, "a dropped guard could not be released; its lease will run out");
+                tracing::warn!(lock, %error, "a hold could not be released, its lease will expire");
             }
         }
     }
@@ -168,11 +181,11 @@ async fn in_time<T: Send + 'static>(
     answer.and_then(Answer::take).unwrap_or_else(|| {
         let detail = match turns.refusal.lock().take() {
             Some(message) => {
-                format!("not done in {patience:?}: the server refused it for now: {message}")
+                format!("not done within {patience:?}, the server refused it: {message}")
             }
-            None => format!("no answer in {patience:?}"),
+            None => format!("no reply within {patience:?}"),
         };
-        Err(Error::Unknown {
+        Err(Error::OutcomeUnknown {
             lock: ident.lock(),
             step: Step::Release,
             detail,
@@ -252,7 +265,7 @@ async fn release(
         }) => {
             lease.confirmed(Some(count), None);
         }
-        Err(Failure::Server(message)) if message.starts_with("WRONGTYPE") => {
+        Err(Failure::Server(error)) if error.kind() == ServerErrorKind::WrongType => {
             return Err(gone(LostReason::Gone));
         }
         Err(failure @ Failure::Unknown(_)) => return Err(ident.unknown(failure, Step::Release)),
@@ -292,7 +305,7 @@ fn lost(
     }
 }
 
-/// What an unlock has to tell that found nothing to give back: a forgotten hold that was lost is
+/// What an unlock has to tell that found nothing to give back: a detached hold that was lost is
 /// told of once, a guard's for as long as the guard is there.
 pub(crate) fn claim_loss(core: &Arc<Core>, entry: &EntryRef) -> Option<Error> {
     if let Some(Loss {
@@ -347,14 +360,16 @@ async fn told_to_leave(
             Err(failure) => failure,
         };
         repeated |= matches!(failure, Failure::Unknown(_));
-        if let Failure::Server(message) = &failure {
-            *entry.turns.refusal.lock() = Some(message.clone());
+        if let Failure::Server(error) = &failure {
+            *entry.turns.refusal.lock() = Some(error.message().to_owned());
         }
-        if !failure.is_passing() || !patience.pause().await {
+        if !failure.is_transient() || !patience.pause().await {
             break Err(match failure {
                 Failure::NotSent(detail) if repeated => Failure::Unknown(detail),
-                Failure::Server(message) if repeated && !message.starts_with("WRONGTYPE") => {
-                    Failure::Unknown(format!("a repeat was refused: {message}"))
+                Failure::Server(error)
+                    if repeated && error.kind() != ServerErrorKind::WrongType =>
+                {
+                    Failure::Unknown(format!("the server refused the repetition: {error}"))
                 }
                 failure => failure,
             });
@@ -390,8 +405,8 @@ pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: Lease
         let moot = Instant::now() + lease.duration();
         // The holds that stay are entitled to nothing new, and an expiry is never shortened.
         if let Err(failure) = told_to_leave(&worker, &entry, leave, LeaseTime::SHORTEST, moot).await {
-            worker.failed_releases.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(lock = %entry.ident.lock(), %failure, "an unknown outcome could not be settled; its lease will run out");
+            add(&worker.counters.failed_releases);
+            tracing::warn!(lock = %entry.ident.lock(), %failure, "an unknown outcome could not be settled, the lease will expire");
         }
         drop(turn);
     });
@@ -418,7 +433,7 @@ async fn release_unrecorded(core: Arc<Core>, entry: EntryRef) -> Result<bool, Er
         let reply = core.link.call(entry.kind.count(&entry.ident)).await;
         match reply.and_then(|reply| entry.kind.counted(reply)) {
             Ok(count) => break count,
-            Err(failure) if failure.is_passing() && patience.pause().await => {}
+            Err(failure) if failure.is_transient() && patience.pause().await => {}
             Err(failure) => return Err(ident.refused(failure)),
         }
     };

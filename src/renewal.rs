@@ -12,11 +12,12 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::core::Core;
-use crate::error::LostReason;
+use crate::error::{LostReason, ServerError, ServerErrorKind};
 use crate::holds::Holds;
 use crate::lease::{Lease, Proof, Upkeep};
 use crate::link::Failure;
 use crate::locks::{Kind, Renewed};
+use crate::stats::add;
 
 /// Sets a lease's next look after a confirmed script that was sent at `sent`.
 pub(crate) fn plan(core: &Core, lease: &Arc<Lease>, sent: Instant) {
@@ -37,7 +38,7 @@ pub(crate) async fn supervise(
             outcome = run.catch_unwind() => match outcome {
                 Ok(()) => return,
                 Err(_) => {
-                    tracing::error!("the renewal scheduler panicked; it is started again");
+                    tracing::error!("the renewal scheduler panicked and was restarted");
                     let now = Instant::now();
                     for lease in holds.leases() {
                         lease.renewal_over();
@@ -128,16 +129,16 @@ async fn renew_batch(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
             outage.over();
             answers
         }
-        // The server refuses the script for one of its keys (ACL). Each on its own, then.
-        Err(Failure::Server(message)) if concerns_a_key(&message) && batch.len() > 1 => {
+        // The server refused the script for one of its keys (ACL): renew each on its own.
+        Err(Failure::Server(error)) if concerns_a_key(&error) && batch.len() > 1 => {
             let alone = batch
                 .into_iter()
                 .map(|lease| renew(Arc::clone(&core), vec![lease], outage));
             futures::future::join_all(alone).await;
             return;
         }
-        Err(Failure::Server(message)) if concerns_a_key(&message) => {
-            vec![Renewed::Refused(message)]
+        Err(Failure::Server(error)) if concerns_a_key(&error) => {
+            vec![Renewed::Refused(error)]
         }
         Err(failure) => {
             outage.goes_on(&failure);
@@ -150,6 +151,7 @@ async fn renew_batch(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
         match answer {
             Renewed::Yes => {
                 lease.refused(false);
+                add(&core.counters.renewals);
                 lease.confirmed(None, Some(Proof { sent, lease: time }));
                 if lease.live_count().is_some() {
                     plan(&core, lease, sent);
@@ -158,12 +160,12 @@ async fn renew_batch(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
             // A release that overtook the renewal has ended the lease, and nothing is lost.
             Renewed::Gone if lease.live_count().is_none() && lease.lost().is_none() => {}
             Renewed::Gone => tell_lost(&core, lease, lease.lose(LostReason::Gone), false),
-            Renewed::Refused(message) if message.starts_with("WRONGTYPE") => {
+            Renewed::Refused(error) if error.kind() == ServerErrorKind::WrongType => {
                 tell_lost(&core, lease, lease.lose(LostReason::Gone), false);
             }
-            Renewed::Refused(message) => {
+            Renewed::Refused(error) => {
                 if !lease.refused(true) {
-                    tracing::warn!(lock = %lease.ident.lock(), message, "the server refuses a renewal; it is tried again");
+                    tracing::warn!(lock = %lease.ident.lock(), owner = %lease.ident.owner_field(), %error, "the server refused a renewal, it will be tried again");
                 }
                 again(&core, lease);
             }
@@ -172,8 +174,12 @@ async fn renew_batch(core: Arc<Core>, batch: Vec<Arc<Lease>>, outage: &Outage) {
 }
 
 /// Whether a refusal is of one of the keys named, rather than of the script.
-fn concerns_a_key(message: &str) -> bool {
-    message.starts_with("CROSSSLOT") || (message.starts_with("NOPERM") && message.contains("key"))
+fn concerns_a_key(error: &ServerError) -> bool {
+    match error.kind() {
+        ServerErrorKind::Cluster => true,
+        ServerErrorKind::NoPermission => error.message().contains("key"),
+        _ => false,
+    }
 }
 
 /// Tells of an outage once, not with each renewal.
@@ -183,13 +189,13 @@ struct Outage(AtomicBool);
 impl Outage {
     fn goes_on(&self, failure: &Failure) {
         if !self.0.swap(true, Ordering::Relaxed) {
-            tracing::warn!(%failure, "renewals are not answered; they are tried again until the leases are over");
+            tracing::warn!(error = %failure, "renewals get no reply, they are tried again until the leases expire");
         }
     }
 
     fn over(&self) {
         if self.0.swap(false, Ordering::Relaxed) {
-            tracing::info!("renewals are answered again");
+            tracing::info!("renewals get replies again");
         }
     }
 }
@@ -213,6 +219,7 @@ fn again(core: &Core, lease: &Arc<Lease>) {
 /// Takes a lost lease out of the table, tells, and leaves nothing of it on the server.
 pub(crate) fn tell_lost(core: &Arc<Core>, lease: &Arc<Lease>, reason: LostReason, clean: bool) {
     if core.holds.remove(lease) {
+        core.counters.lost(reason);
         tracing::warn!(lock = %lease.ident.lock(), owner = %lease.ident.owner_field(), %reason, "a lock was lost");
     }
     core.holds.lost(lease, reason);

@@ -251,12 +251,9 @@ impl Sale<'_> {
 
     /// Kills a worker that holds the lock, if the server says so, too.
     async fn kill(&mut self, index: usize) -> Result<(), Failure> {
-        let holding = self.lock.owners().await?;
+        let info = self.lock.inspect().await?;
         let worker = &mut self.workers[index];
-        let owner = holding
-            .first()
-            .map(|holding| holding.owner.clone())
-            .unwrap_or_default();
+        let owner = info.map(|info| info.owner).unwrap_or_default();
         if !worker
             .client
             .as_ref()
@@ -298,14 +295,9 @@ impl Sale<'_> {
         let Some(victim) = self.victim.as_mut().filter(|victim| victim.pause.is_none()) else {
             return Ok(None);
         };
-        let ttl = self.lock.remaining_ttl().await?.unwrap_or_default();
-        if self
-            .lock
-            .owners()
-            .await?
-            .iter()
-            .any(|holding| holding.owner == victim.owner)
-        {
+        let info = self.lock.inspect().await?;
+        if let Some(info) = info.filter(|info| info.owner == victim.owner) {
+            let ttl = info.ttl.unwrap_or_default();
             return Ok(Some(format!(
                 "Waiting for the dead worker's lease: {} to go.",
                 time(ttl)
@@ -387,7 +379,7 @@ impl Outcome {
         self.sold.saturating_sub(self.stock)
     }
 
-    /// How often the lock passed to another owner. Each acquisition is a owner of its own; the
+    /// How often the lock passed to another owner. Each acquisition is an owner of its own; the
     /// first one's lock came from nobody, and an inner acquisition is no handover, as it re-enters.
     pub fn handovers(&self) -> u64 {
         (self.waits.len() as u64).saturating_sub(1)

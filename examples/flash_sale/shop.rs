@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use redis::AsyncCommands;
 use redis::aio::MultiplexedConnection;
-use redisson_lock::{LockClient, ReentrantLock};
+use redisson_lock::{LockClient, Owner, ReentrantLock};
 
 use crate::Failure;
 use crate::reports::Report;
@@ -103,7 +103,8 @@ impl Shop {
         self.lock
             .run(async {
                 if !self.depth_told.swap(true, Ordering::Relaxed) {
-                    Report::Depth(self.lock.hold_count().await?).send();
+                    let owner = Owner::current().expect("inside run there is one");
+                    Report::Depth(self.lock.hold_count_of(owner).await?).send();
                 }
                 let item = self.next_item().await?;
                 tokio::time::sleep(self.think).await;

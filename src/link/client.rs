@@ -18,7 +18,8 @@ use super::keeper::{Identity, identify, keep};
 use super::line::Line;
 use super::settings::Reconnect;
 use super::{Call, Failure, Reply, Settings, What};
-use crate::error::{Error, Step};
+use crate::error::{Error, ServerError, ServerErrorKind};
+use crate::stats::Counters;
 
 /// The connection for calls, replaced when it is lost or cannot be trusted any more.
 ///
@@ -44,6 +45,7 @@ pub(super) struct Shared {
     pub(super) mend: Notify,
     /// Signals a new connection, or the end.
     pub(super) ready: Notify,
+    pub(super) counters: Arc<Counters>,
     tickets: AtomicU64,
     closed: AtomicBool,
 }
@@ -57,7 +59,11 @@ pub(super) struct Numbered {
 
 impl Link {
     /// Connects, and loads the scripts given so that calling them by their SHA-1 works at once.
-    pub(crate) async fn connect(settings: Settings, scripts: &[What]) -> Result<Self, Error> {
+    pub(crate) async fn connect(
+        settings: Settings,
+        scripts: &[What],
+        counters: Arc<Counters>,
+    ) -> Result<Self, Error> {
         let line = Line::open(&settings, Reconnect::Never).await?;
         // Without its name nothing that was sent on it could be ruled out: one of a server that is
         // too busy to tell it is given up for another at once.
@@ -66,20 +72,17 @@ impl Link {
             Ok(identity) => (identity, false),
             Err(Failure::Server(_)) => (None, true),
             Err(_) if asked.elapsed() >= settings.connect_timeout() => {
-                return Err(Error::Timeout {
-                    step: Step::Connect,
-                    after: settings.connect_timeout(),
-                });
+                return Err(settings.connect_timed_out());
             }
             Err(_) => {
-                let detail = format!(
-                    "{}: it was lost while connecting (try again)",
-                    settings.address()
-                );
-                return Err(Error::Connection { detail });
+                return Err(Error::Connection {
+                    address: settings.address(),
+                    detail: "the connection was lost while connecting".into(),
+                });
             }
         };
-        refuse_cluster(&line).await?;
+        line.set_name(settings.connection_name()).await;
+        ensure_supported(&line, &settings).await?;
         for script in scripts {
             let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
             let args = vec![
@@ -88,7 +91,7 @@ impl Link {
             ];
             if let Err(failure) = say(&line, load, args).await {
                 // Not needed for being right: a script that the server does not know is sent whole.
-                tracing::debug!(%failure, "scripts could not be loaded in advance");
+                tracing::debug!(error = %failure, "the scripts could not be loaded in advance");
                 break;
             }
         }
@@ -102,6 +105,7 @@ impl Link {
             distrusted: AtomicU64::new(0),
             mend: Notify::new(),
             ready: Notify::new(),
+            counters,
             tickets: AtomicU64::new(1),
             closed: AtomicBool::new(false),
         });
@@ -125,6 +129,12 @@ impl Link {
     /// Whether it was closed on purpose.
     pub(crate) fn is_closed(&self) -> bool {
         self.shared.closed.load(Ordering::Acquire)
+    }
+
+    /// Marks it closed: calls are refused from now on.
+    pub(crate) fn refuse(&self) {
+        self.shared.closed.store(true, Ordering::Release);
+        self.shared.ready.notify_waiters();
     }
 
     /// Closes the connection and ends its tasks. Once is enough.
@@ -170,13 +180,14 @@ impl Shared {
         let line = self.line().await?;
         let by_sha1 = CustomCommand::new_static("EVALSHA", ClusterHash::Random, false);
         let mut outcome = self.send(&line, by_sha1, arguments(sha1)).await;
-        if matches!(&outcome, Err(Failure::Server(message)) if message.starts_with("NOSCRIPT")) {
+        if matches!(&outcome, Err(Failure::Server(error)) if error.kind() == ServerErrorKind::NoScript)
+        {
             // Nothing ran, so the script may be sent whole; the server keeps it from then on.
             let by_text = CustomCommand::new_static("EVAL", ClusterHash::Random, false);
             outcome = self.send(&line, by_text, arguments(text)).await;
         }
-        if let Err(Failure::Server(message)) = outcome {
-            return Err(self.proved(&line, ticket, message).await);
+        if let Err(Failure::Server(error)) = outcome {
+            return Err(self.proved(&line, ticket, error).await);
         }
         match outcome? {
             Reply::List(mut values) if values.first() == Some(&Reply::Text(ticket)) => {
@@ -194,15 +205,15 @@ impl Shared {
 
     /// An error carries no ticket. So the next reply on the connection is looked at: is that the
     /// one that was asked for?
-    async fn proved(&self, line: &Numbered, ticket: Bytes, message: String) -> Failure {
+    async fn proved(&self, line: &Numbered, ticket: Bytes, error: ServerError) -> Failure {
         let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
         match self
             .send(line, ping, vec![Value::Bytes(ticket.clone())])
             .await
         {
-            Ok(Reply::Text(echo)) if echo == ticket => Failure::Server(message),
+            Ok(Reply::Text(echo)) if echo == ticket => Failure::Server(error),
             // The server refuses this, too: it is busy, or gives no right to it.
-            Err(Failure::Server(_)) => Failure::Server(message),
+            Err(Failure::Server(_)) => Failure::Server(error),
             Err(failure) => failure,
             Ok(_) => {
                 self.distrust(line.number, "an error belonged to another call");
@@ -257,7 +268,7 @@ impl Shared {
     /// Asks for a new connection in place of that one.
     fn distrust(&self, number: u64, why: &str) {
         if self.distrusted.fetch_max(number, Ordering::AcqRel) < number {
-            tracing::warn!(why, "giving up the connection for a new one");
+            tracing::warn!(address = %self.settings.address(), reason = why, "the connection is replaced");
             self.mend.notify_one();
         }
     }
@@ -296,28 +307,60 @@ pub(super) async fn say(
         .and_then(read)
 }
 
-/// Refuses a server that has only a part of the keys, or none. One that will not say (ACL) is taken
-/// for a lone one.
-async fn refuse_cluster(line: &Line) -> Result<(), Error> {
+/// Refuses a server that has only a part of the keys or none, and one that is too old. A server that
+/// does not say (ACL) is taken for a single one of a supported version.
+async fn ensure_supported(line: &Line, settings: &Settings) -> Result<(), Error> {
     let info = CustomCommand::new_static("INFO", ClusterHash::Random, false);
     let Ok(Reply::Text(info)) = say(line, info, vec![Value::from_static_str("server")]).await
     else {
         return Ok(());
     };
     let info = String::from_utf8_lossy(&info);
-    // Valkey has another name for it.
-    let mode = |field: &str| {
-        field
-            .strip_prefix("redis_mode:")
-            .or(field.strip_prefix("server_mode:"))
-            .map(str::to_owned)
+    let unsupported = |problem| Error::UnsupportedServer {
+        address: settings.address(),
+        problem,
     };
-    match info.lines().find_map(mode).as_deref().map(str::trim) {
-        None | Some("standalone") => Ok(()),
-        Some(mode) => Err(Error::InvalidConfig {
-            setting: "url",
-            problem: format!("the server runs in the mode {mode}, which is not supported yet"),
-            allowed: "a server that stands alone",
-        }),
+    let field = |names: &[&str]| {
+        let fields = || info.lines().filter_map(|line| line.trim().split_once(':'));
+        names
+            .iter()
+            .find_map(|name| fields().find_map(|(field, value)| (field == *name).then_some(value)))
+    };
+    // Valkey has another name for the mode, and states the Redis version that it is compatible with.
+    match field(&["redis_mode", "server_mode"]) {
+        None | Some("standalone") => {}
+        Some("cluster") => return Err(unsupported("it is part of a cluster".into())),
+        Some("sentinel") => return Err(unsupported("it is a sentinel".into())),
+        Some(mode) => return Err(unsupported(format!("it runs in the mode {mode}"))),
+    }
+    match field(&["redis_version"]) {
+        Some(version) if is_too_old(version) => Err(unsupported(format!(
+            "it is version {version}, and 6.2 or later is needed"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Whether the version is below 6.2. One that cannot be read is not.
+fn is_too_old(version: &str) -> bool {
+    let mut numbers = version.split('.').map(str::parse::<u32>);
+    match (numbers.next(), numbers.next()) {
+        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) < (6, 2),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_too_old;
+
+    #[test]
+    fn versions_below_6_2_are_too_old() {
+        for version in ["2.8.24", "5.0.14", "6.0.16", "6.1.240"] {
+            assert!(is_too_old(version), "{version}");
+        }
+        for version in ["6.2.0", "7.0.15", "8.0.0", "255.255.255", "", "unstable"] {
+            assert!(!is_too_old(version), "{version}");
+        }
     }
 }

@@ -9,8 +9,8 @@ use super::{Failure, Reply};
 pub(super) fn read(frame: Resp3Frame) -> Result<Reply, Failure> {
     let text = |data: &[u8]| String::from_utf8_lossy(data).into_owned();
     match frame {
-        Resp3Frame::SimpleError { data, .. } => Err(Failure::Server(data.to_string())),
-        Resp3Frame::BlobError { data, .. } => Err(Failure::Server(text(&data))),
+        Resp3Frame::SimpleError { data, .. } => Err(Failure::Server(data.to_string().into())),
+        Resp3Frame::BlobError { data, .. } => Err(Failure::Server(text(&data).into())),
         frame => Ok(value(frame)),
     }
 }

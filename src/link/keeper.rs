@@ -7,12 +7,14 @@ use std::time::Duration;
 use fred::interfaces::ClientLike;
 use fred::types::config::Options;
 use fred::types::{ClusterHash, CustomCommand, Value};
+use tokio::time::Instant;
 
 use super::client::{LOST, Numbered, Shared, say};
 use super::frames::read;
 use super::line::Line;
 use super::settings::Reconnect;
 use super::{Failure, Reply, Settings};
+use crate::stats::add;
 
 /// Watches the connection: its end, calls that distrust it, and its silence while nobody calls.
 /// Replaces it.
@@ -47,7 +49,15 @@ pub(super) async fn keep(shared: Arc<Shared>) {
         unfenced.extend(line.identity.clone());
         line.line.end();
         drop((old, line));
+        let lost = Instant::now();
         let (line, identity) = replacement(&shared.settings, &mut unfenced).await;
+        line.set_name(shared.settings.connection_name()).await;
+        add(&shared.counters.reconnects);
+        tracing::info!(
+            address = %shared.settings.address(),
+            outage = ?lost.elapsed(),
+            "the server is connected again",
+        );
         *shared.line.write() = Some(Arc::new(Numbered {
             number,
             line,
@@ -81,7 +91,7 @@ async fn replacement(
             }
             Err(error) if !told => {
                 told = true;
-                tracing::warn!(%error, "the server cannot be reached; trying again until it can");
+                tracing::warn!(%error, "the server cannot be reached, connecting is tried again");
             }
             Err(_) => {}
         }
@@ -100,9 +110,9 @@ async fn fence(line: &Line, unfenced: &mut Vec<Identity>) -> bool {
             .to_vec();
         match say(line, kill, args).await {
             Ok(_) => {}
-            Err(failure) if failure.is_passing() => return false,
+            Err(failure) if failure.is_transient() => return false,
             Err(failure) => {
-                tracing::debug!(%failure, "an old connection's late calls cannot be ruled out");
+                tracing::debug!(error = %failure, "a replaced connection could not be closed on the server");
             }
         }
         unfenced.pop();
@@ -154,7 +164,7 @@ pub(super) async fn identify(
                     address: address.into(),
                 }))
         }
-        Ok(Err(failure @ Failure::Server(_))) if failure.is_passing() => Err(failure),
+        Ok(Err(failure @ Failure::Server(_))) if failure.is_transient() => Err(failure),
         Ok(Err(Failure::Server(_))) => Ok(None),
         Ok(Ok(_) | Err(_)) => Err(Failure::Unknown("the answer to CLIENT INFO is none".into())),
         Err(problem) => Err(Failure::Unknown(problem.to_string())),

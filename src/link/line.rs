@@ -7,7 +7,7 @@ use std::time::Duration;
 use fred::clients::Client;
 use fred::error::ErrorKind;
 use fred::interfaces::ClientLike;
-use fred::types::ConnectHandle;
+use fred::types::{ClusterHash, ConnectHandle, CustomCommand, Value};
 use futures::FutureExt;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use super::Settings;
 use super::settings::Reconnect;
-use crate::error::{Error, Step};
+use crate::error::{Error, ServerError, ServerErrorKind};
 
 /// A connection and its driver; dropping it ends both.
 ///
@@ -51,28 +51,23 @@ impl Line {
                 () = line.ended() => Err(fred::error::Error::new(ErrorKind::IO, "the connection was lost again")),
             }
         };
-        let too_late = Error::Timeout {
-            step: Step::Connect,
-            after: limit,
-        };
+        let too_late = settings.connect_timed_out();
         match timeout(limit, connected).await {
             Ok(Ok(())) => Ok(line),
-            Ok(Err(problem))
-                if *problem.kind() == ErrorKind::Auth || problem.details().starts_with("ERR ") =>
-            {
-                Err(Error::Server {
-                    lock: None,
-                    message: problem.details().to_owned(),
-                })
-            }
+            Ok(Err(problem)) if is_server_error(&problem) => Err(Error::Server {
+                lock: None,
+                error: problem.details().into(),
+            }),
             Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => Err(too_late),
             Ok(Err(problem)) => Err(Error::Connection {
-                detail: format!(
-                    "{}: {} ({})",
-                    settings.address(),
-                    plain(problem.details()),
-                    advice(problem.kind())
-                ),
+                address: settings.address(),
+                detail: match problem.kind() {
+                    ErrorKind::Protocol | ErrorKind::Parse => format!(
+                        "no Redis or Valkey server answers there: {}",
+                        plain(problem.details())
+                    ),
+                    _ => plain(problem.details()).to_owned(),
+                },
             }),
             Err(_) => Err(too_late),
         }
@@ -127,21 +122,27 @@ impl Line {
         self.driver.abort();
     }
 
-    /// Says goodbye to the server, for a short while.
+    /// Names the connection, so that `CLIENT LIST` shows whose it is.
+    pub(super) async fn set_name(&self, name: &str) {
+        let command = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
+        let args = vec![Value::from_static_str("SETNAME"), Value::from(name)];
+        // A user without the right to it connects all the same.
+        let _ = self.client.custom_raw(command, args).await;
+    }
+
+    /// Closes the connection, waiting for the server's confirmation for a short time.
     pub(super) async fn quit(&self) {
-        // A server that does not answer is left without ceremony: dropping the line closes it.
+        // Dropping the line closes the connection of a server that does not answer.
         let _ = timeout(Duration::from_millis(500), self.client.quit()).await;
     }
 }
 
-/// What to look at when connecting fails.
-fn advice(kind: &ErrorKind) -> &'static str {
-    match kind {
-        ErrorKind::Protocol | ErrorKind::Parse => {
-            "is it a Redis or Valkey server that answers there?"
-        }
-        _ => "is the server running there, and is the address right?",
-    }
+/// Whether the problem is an error that the server answered: its text begins with the error's code.
+fn is_server_error(problem: &fred::error::Error) -> bool {
+    let details = problem.details();
+    *problem.kind() == ErrorKind::Auth
+        || details.starts_with("ERR ")
+        || ServerError::from(details).kind() != ServerErrorKind::Other
 }
 
 /// The message alone of an I/O error that the client library has written as a structure.

@@ -56,6 +56,8 @@ pub(crate) struct PubSub {
     /// Counts the connections that this line has had.
     epoch: Arc<AtomicU64>,
     seen: u64,
+    /// The connection that has its name.
+    named: Option<u64>,
     channels: BTreeSet<Bytes>,
     nonce: u64,
 }
@@ -65,21 +67,25 @@ impl PubSub {
         let line = Line::open(&settings, Reconnect::ByItself).await?;
         let epoch = Arc::new(AtomicU64::new(0));
         let forwarder = forward(&line, Arc::clone(&epoch), Arc::clone(&events));
-        Ok(Self {
+        let mut pubsub = Self {
             settings,
             line,
             forwarder,
             events,
             epoch,
             seen: 0,
+            named: None,
             channels: BTreeSet::new(),
             nonce: 0,
-        })
+        };
+        pubsub.set_name().await;
+        Ok(pubsub)
     }
 
     /// Subscribes, and waits until the server has confirmed it.
     pub(crate) async fn subscribe(&mut self, channel: &Bytes) -> Subscribed {
         self.notice_interruption();
+        self.set_name().await;
         if self.channels.contains(channel) {
             return Subscribed::Yes;
         }
@@ -136,6 +142,8 @@ impl PubSub {
     pub(crate) async fn check(&mut self) {
         if self.line.has_ended() || self.settle().await.is_err() {
             self.reopen();
+        } else {
+            self.set_name().await;
         }
     }
 
@@ -153,12 +161,21 @@ impl PubSub {
         }
     }
 
+    /// Names each new connection once.
+    async fn set_name(&mut self) {
+        let epoch = self.epoch.load(Ordering::Acquire);
+        if self.named.replace(epoch) != Some(epoch) {
+            self.line.set_name(self.settings.connection_name()).await;
+        }
+    }
+
     fn reopen(&mut self) {
-        tracing::warn!("giving up the listening connection for a new one");
+        tracing::warn!(address = %self.settings.address(), "the connection for wake-ups is replaced");
         self.forwarder.abort();
         self.line = Line::reopen(&self.settings);
         self.epoch = Arc::new(AtomicU64::new(0));
         self.seen = 0;
+        self.named = None;
         self.channels.clear();
         self.forwarder = forward(
             &self.line,
@@ -201,7 +218,7 @@ impl PubSub {
                 .await;
             match echo.map(read) {
                 Ok(Ok(Reply::Text(text))) if text == nonce => return Ok(()),
-                Ok(Err(failure)) if failure.is_passing() => tokio::time::sleep(PAUSE).await,
+                Ok(Err(failure)) if failure.is_transient() => tokio::time::sleep(PAUSE).await,
                 Ok(_) => tries += 1,
                 Err(_) => return Err(()),
             }

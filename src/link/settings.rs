@@ -1,57 +1,79 @@
 //! Where the server is and how long to wait for it.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use fred::types::RespVersion;
 use fred::types::config::{Config, ConnectionConfig, PerformanceConfig, ReconnectPolicy};
 use url::{ParseError, Url};
 
-use crate::error::Error;
+use crate::error::{Error, Step};
 
 /// How the link reaches its server. Its `Debug` shows no secret.
 #[derive(Clone)]
 pub(crate) struct Settings {
     config: Config,
+    connection_name: Arc<str>,
     connect_timeout: Duration,
     command_timeout: Duration,
 }
 
 impl Settings {
-    /// Reads a URL, and refuses what this link cannot do as it was asked to.
+    /// Reads a URL, and refuses what this link cannot do.
     pub(crate) fn parse(
         url: &str,
+        connection_name: String,
         connect_timeout: Duration,
         command_timeout: Duration,
     ) -> Result<Self, Error> {
-        // No message repeats the URL: it may carry a password.
+        // No message repeats the URL: it may contain a password.
         const NO_SCHEME: &str = "it does not begin with redis:// or valkey://";
+        const ESCAPES: &str = "a /, ?, # or % in the user or password is not percent-encoded";
+        let (scheme, rest) = url.split_once("://").ok_or_else(|| refused(NO_SCHEME))?;
+        match scheme.to_ascii_lowercase().as_str() {
+            "redis" | "valkey" => {}
+            "rediss" | "valkeys" => return Err(refused("TLS is not supported yet")),
+            "unix" | "redis+unix" | "valkey+unix" | "redis+socket" => {
+                return Err(refused("unix sockets are not supported yet"));
+            }
+            scheme if scheme.contains("cluster") => {
+                return Err(refused("clusters are not supported yet"));
+            }
+            scheme if scheme.contains("sentinel") => {
+                return Err(refused("sentinels are not supported yet"));
+            }
+            _ => return Err(refused(NO_SCHEME)),
+        }
+        let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+        if rest[authority.len()..].contains('@') {
+            // `redis://:pa/ss@host`: what seems to be the host is a part of the password.
+            return Err(refused(ESCAPES));
+        }
+        let login = authority.rsplit_once('@').map_or("", |(login, _)| login);
+        let hosts = authority
+            .rsplit_once('@')
+            .map_or(authority, |(_, host)| host);
+        if !is_percent_encoded(login) {
+            return Err(refused(ESCAPES));
+        }
+        if hosts.contains(',') {
+            return Err(refused("several hosts are not supported yet"));
+        }
         let parsed = Url::parse(url).map_err(|problem| match problem {
             ParseError::RelativeUrlWithoutBase => refused(NO_SCHEME),
             problem => refused(&problem.to_string()),
         })?;
-        match parsed.scheme() {
-            "redis" | "valkey" => {}
-            "rediss" | "valkeys" => {
-                return Err(refused(
-                    "TLS is not supported yet, and connecting in plain text instead would betray what was asked for",
-                ));
-            }
-            scheme if scheme.contains("cluster") || scheme.contains("sentinel") => {
-                return Err(refused("clusters and sentinels are not supported yet"));
-            }
-            _ => return Err(refused(NO_SCHEME)),
-        }
         if parsed.host_str().is_none_or(str::is_empty) {
-            return Err(refused("there is no host"));
+            return Err(refused("it has no host"));
         }
         if parsed.query().is_some() || parsed.fragment().is_some() {
-            return Err(refused("nothing may follow the database number"));
+            return Err(refused("something follows the database number"));
         }
         let database = parsed.path().strip_prefix('/').unwrap_or_default();
         if !matches!(database.trim_start_matches('/'), "" | "0") && database.parse::<u8>().is_err()
         {
-            return Err(refused("the database is no number from 0 to 255"));
+            return Err(refused("the database is not a number from 0 to 255"));
         }
         let mut config =
             Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
@@ -71,9 +93,25 @@ impl Settings {
         config.password = config.password.as_deref().map(inline);
         Ok(Self {
             config,
+            connection_name: connection_name.into(),
             connect_timeout,
             command_timeout,
         })
+    }
+
+    /// What `CLIENT LIST` shows for the connections.
+    pub(super) fn connection_name(&self) -> &str {
+        &self.connection_name
+    }
+
+    /// The error of a connection that was not made in time.
+    pub(crate) fn connect_timed_out(&self) -> Error {
+        Error::Timeout {
+            step: Step::Connect,
+            after: self.connect_timeout,
+            lock: None,
+            address: Some(self.address()),
+        }
     }
 
     pub(super) fn command_timeout(&self) -> Duration {
@@ -81,7 +119,7 @@ impl Settings {
     }
 
     /// Host and port, for people.
-    pub(super) fn address(&self) -> String {
+    pub(crate) fn address(&self) -> String {
         let hosts = self.config.server.hosts();
         hosts
             .iter()
@@ -181,6 +219,16 @@ fn inline(secret: &str) -> String {
     quoted
 }
 
+/// Whether each `%` begins an escape of two hexadecimal digits.
+fn is_percent_encoded(text: &str) -> bool {
+    let bytes = text.as_bytes();
+    let is_escape = |at: usize| {
+        let digits = bytes.get(at + 1..at + 3);
+        digits.is_some_and(|digits| digits.iter().all(u8::is_ascii_hexdigit))
+    };
+    (0..bytes.len()).all(|at| bytes[at] != b'%' || is_escape(at))
+}
+
 fn refused(problem: &str) -> Error {
     Error::InvalidConfig {
         setting: "url",
@@ -266,7 +314,12 @@ mod properties {
     }
 
     fn parse(url: &str) -> Result<Settings, Error> {
-        Settings::parse(url, Duration::from_secs(1), Duration::from_secs(1))
+        Settings::parse(
+            url,
+            "test".into(),
+            Duration::from_secs(1),
+            Duration::from_secs(1),
+        )
     }
 
     #[test]

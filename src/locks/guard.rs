@@ -9,21 +9,24 @@ use std::time::Duration;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use pin_project_lite::pin_project;
+use tracing::Instrument;
+use tracing::instrument::Instrumented;
 
 use crate::error::{Error, LostReason};
 use crate::lease::Lease;
 use crate::owner::{Owner, OwnerExt, TaskId, WithOwner};
 use crate::release::Hold;
 
-/// One hold of a lock. Dropping it releases the hold in the background; [`unlock`](Self::unlock)
-/// waits for that.
+/// One hold of a lock, as a value. Dropping it releases the hold in the background;
+/// [`unlock`](Self::unlock) waits for the server's confirmation.
 ///
-/// The background needs the runtime: before that ends, at the end of `main` and on error paths too,
-/// release with `unlock` or call [`LockClient::shutdown`](crate::LockClient::shutdown); otherwise
-/// the lock stays until its lease is over.
+/// The background is a task on the runtime on which the client connected. A guard that is dropped
+/// when that runtime ends leaves the lock held until its lease expires: call
+/// [`LockClient::shutdown`](crate::LockClient::shutdown) before, at the end of `main` and on error
+/// paths too.
 ///
-/// A guard does not stop code whose lease is lost: [`run`](Self::run) does, and
-/// [`lost`](Self::lost) tells.
+/// A guard does not stop code whose lock is lost: [`run`](Self::run) does, and
+/// [`lost`](Self::lost) reports it.
 #[must_use = "a guard that is dropped at once releases the lock at once"]
 pub struct LockGuard {
     hold: Hold,
@@ -34,54 +37,81 @@ impl LockGuard {
         Self { hold }
     }
 
-    /// Gives the hold back, and waits until the server has confirmed it. The last hold of a owner
-    /// frees the lock.
-    ///
-    /// # Errors
-    /// * [`Error::Lost`]: the lock was lost while it was held: what it guarded may have been done
-    ///   by others, too.
-    /// * [`Error::Unknown`]: the server did not answer within the client's retry timeout. The
-    ///   release goes on in the background, and what was guarded *was* guarded: the lease was alive
-    ///   when this was called.
-    /// * [`Error::Connection`]: the server cannot be reached; the lease will run out by itself.
-    /// * [`Error::Server`]: the server refused the release; the lease will run out by itself.
-    ///
-    /// # Cancel safety
-    /// Once begun it is finished in the background; dropped before that, it drops the guard, which
-    /// does the same.
-    pub async fn unlock(self) -> Result<(), Error> {
-        self.hold.release().await
+    /// The name of the lock.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.hold.entry.ident.keys.name()
     }
 
-    /// Keeps the hold without a guard: it stays held, and renewed if it was taken without a lease,
-    /// until [`ReentrantLock::unlock`](crate::ReentrantLock::unlock) gives it back in the owner's
-    /// scope, or until the client ends. One that is lost meanwhile is remembered until `unlock`
-    /// finds no other hold to give back, and says so; but not where the owner was a fresh one,
-    /// which no scope has.
-    pub fn forget(self) {
-        self.hold.forget();
-    }
-
-    /// Whose hold it is.
+    /// The owner whose hold it is.
     #[must_use]
     pub fn owner(&self) -> Owner {
         self.hold.entry.ident.owner
     }
 
-    /// Runs the future in the owner's scope, where locking the same lock again re-enters, and stops
-    /// it when the lease is lost. The guard stays.
+    /// How many holds the owner has on the lock, by this client's record: 1, and one more for each
+    /// re-entry. 0 once the lock is lost.
+    ///
+    /// It sends nothing. [`ReentrantLock::hold_count_of`](crate::ReentrantLock::hold_count_of) asks
+    /// the server.
+    #[must_use]
+    pub fn hold_count(&self) -> u64 {
+        let count = self.hold.lease.live_count().unwrap_or_default();
+        u64::try_from(count).unwrap_or_default()
+    }
+
+    /// How much longer the lock is certain to be held: by this process's clock, counted from the
+    /// moment at which the last confirmed script was sent, less a margin of a twentieth of the
+    /// lease (at most 500 ms). Zero once the lock is lost.
+    #[must_use]
+    pub fn remaining_lease(&self) -> Duration {
+        self.hold.lease.remaining()
+    }
+
+    /// Whether the lock is lost, by what the client knows and by its clock. It sends nothing.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.hold.lease.lost().is_some()
+    }
+
+    /// Resolves when the lock is lost, with the reason; never if the hold is released first.
+    ///
+    /// It resolves before another owner can acquire the lock, unless the key is deleted,
+    /// force-unlocked, evicted, or forgotten by the server. Then it resolves with the next renewal,
+    /// at most a third of the watchdog timeout later; for a hold with a lease of its own at the end
+    /// of that lease.
+    ///
+    /// ```no_run
+    /// # async fn work() {}
+    /// # async fn example(guard: redisson_lock::LockGuard) -> Result<(), redisson_lock::Error> {
+    /// tokio::select! {
+    ///     () = work() => guard.unlock().await?,
+    ///     reason = guard.lost() => eprintln!("stopped: {reason}"),
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it can be dropped at any time.
+    pub fn lost(&self) -> impl Future<Output = LostReason> + Send + use<> {
+        self.hold.lost()
+    }
+
+    /// Runs the future in the owner's scope, where locking the same lock re-enters it, and drops it
+    /// when the lock is lost. The guard stays.
     ///
     /// ```no_run
     /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
     /// let guard = lock.lock().await?;
-    /// let twice = guard.run(async { lock.run(async { 2 }).await }).await??;
+    /// let two = guard.run(async { lock.run(async { 2 }).await }).await??;
+    /// # assert_eq!(two, 2);
     /// guard.unlock().await?;
     /// # Ok(()) }
     /// ```
     ///
     /// # Errors
-    /// [`Error::Lost`]: the lock was lost before the future was done. It was dropped where it
-    /// stood.
+    /// [`Error::Lost`]: the lock was lost before the future was done. The future was dropped where
+    /// it stood: check, or undo, what it did.
     ///
     /// # Cancel safety
     /// Dropping it drops the future given, and nothing else.
@@ -90,51 +120,89 @@ impl LockGuard {
         self.guarded(future).await
     }
 
-    /// Resolves when the lock is lost, with the reason; never if it is released first.
+    /// Releases the hold, and waits until the server has confirmed it. The owner's last release
+    /// frees the lock.
     ///
-    /// It resolves before anybody else can acquire the lock, except where somebody deletes the key,
-    /// force-unlocks it or the server loses it: then it resolves with the next renewal, or, for a
-    /// hold with a lease of its own, at the end of that lease.
+    /// # Errors
+    /// * [`Error::Lost`]: the lock was lost while it was held. Another owner may have held it:
+    ///   check, or undo, what was done under it.
+    /// * [`Error::OutcomeUnknown`]: the server did not answer within the client's retry timeout.
+    ///   The release is repeated in the background. The work was done under the lock: the lease was
+    ///   valid when `unlock` was called.
+    /// * [`Error::Connection`], [`Error::Server`]: the server cannot be reached, or refused the
+    ///   release. The lock stays held until its lease expires.
+    /// * [`Error::NoRuntime`]: the runtime of the client has ended. The lock stays held until its
+    ///   lease expires.
+    ///
+    /// # Cancel safety
+    /// Dropping it leaves the release to the background, as dropping the guard does.
+    pub async fn unlock(self) -> Result<(), Error> {
+        let core = Arc::clone(&self.hold.core);
+        core.drive(self.hold.release()).await
+    }
+
+    /// Keeps the hold without a guard, and returns the owner that can unlock it.
+    ///
+    /// The lock stays held, and renewed if it was acquired without a lease, until
+    /// [`ReentrantLock::unlock`](crate::ReentrantLock::unlock) releases the hold in the scope of
+    /// the owner, or until the client is shut down. Where the owner was current when the lock was
+    /// acquired (inside a scope, or under
+    /// [`OwnerPolicy::PerTask`](crate::OwnerPolicy::PerTask)) it still is, and `unlock()` is
+    /// enough. Where it was made for this acquisition, only the returned value knows it: keep it.
+    ///
+    /// If the lock is lost while it has no guard, `unlock` reports that with [`Error::Lost`].
     ///
     /// ```no_run
-    /// # async fn work() {}
-    /// # async fn example(guard: redisson_lock::LockGuard) -> Result<(), redisson_lock::Error> {
-    /// tokio::select! {
-    ///     () = work() => guard.unlock().await?,
-    ///     why = guard.lost() => eprintln!("stopped: {why}"),
-    /// }
+    /// use redisson_lock::OwnerExt;
+    ///
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// let owner = lock.lock().await?.detach();
+    /// // ... in any task of this client:
+    /// lock.unlock().with_owner(owner).await?;
     /// # Ok(()) }
     /// ```
     ///
-    /// # Cancel safety
-    /// It changes nothing, so it may be dropped at any time.
-    pub fn lost(&self) -> impl Future<Output = LostReason> + Send + use<> {
-        let (lease, id) = (Arc::clone(&self.hold.lease), self.hold.id);
-        async move { lease.wait_lost(id).await }
+    /// An owner that was dropped can be found again: see
+    /// [`LockInfo::local_owner`](crate::LockInfo::local_owner).
+    #[must_use = "only this owner can unlock a detached hold"]
+    pub fn detach(self) -> Owner {
+        let owner = self.owner();
+        self.hold.detach();
+        owner
     }
 
-    /// Whether the lock is lost, by what is known and by the clock.
-    #[must_use]
-    pub fn is_lost(&self) -> bool {
-        self.hold.lease.lost().is_some()
+    /// Runs the future under the lock and releases the lock.
+    pub(crate) async fn run_and_unlock<F: Future>(self, future: F) -> Result<F::Output, Error> {
+        let output = self.guarded(future).await?;
+        self.unlock_after(output).await
     }
 
-    /// For how much longer the lock is sure to be held: by this process's clock, from the sending
-    /// of the last script that the server confirmed, less a margin of a twentieth of the lease (at
-    /// most 500 ms). Zero once it is lost.
-    #[must_use]
-    pub fn remaining_lease(&self) -> Duration {
-        self.hold.lease.remaining()
+    /// Releases the lock under which the output was made.
+    pub(crate) async fn unlock_after<T>(self, output: T) -> Result<T, Error> {
+        let lock = self.name().to_owned();
+        match self.unlock().await {
+            Err(error @ (Error::Lost { .. } | Error::NotHeld { .. })) => Err(error),
+            Err(error) => {
+                // The work is done, and was done under the lock: that is what the caller has to
+                // know.
+                tracing::warn!(%lock, %error, "a release was not confirmed, the lease will expire");
+                Ok(output)
+            }
+            Ok(()) => Ok(output),
+        }
     }
 
     pub(crate) fn guarded<F: Future>(&self, future: F) -> Guarded<F> {
-        let lease = Arc::clone(&self.hold.lease);
-        let (waiting, id) = (Arc::clone(&lease), self.hold.id);
+        let span = tracing::debug_span!(
+            "run",
+            lock = self.name(),
+            owner = %self.hold.entry.ident.owner_field(),
+        );
         Guarded {
-            lock: self.hold.entry.ident.lock(),
-            lease,
-            lost: async move { waiting.wait_lost(id).await }.boxed(),
-            future: Some(future.with_owner(self.owner())),
+            lock: self.name().to_owned(),
+            lease: Arc::clone(&self.hold.lease),
+            lost: self.hold.lost().boxed(),
+            future: Some(future.with_owner(self.owner()).instrument(span)),
         }
     }
 }
@@ -142,7 +210,7 @@ impl LockGuard {
 impl fmt::Debug for LockGuard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LockGuard")
-            .field("lock", &self.hold.entry.ident.lock())
+            .field("lock", &self.name())
             .field("owner", &self.hold.entry.ident.owner_field())
             .field("lost", &self.hold.lease.lost())
             .finish_non_exhaustive()
@@ -150,13 +218,13 @@ impl fmt::Debug for LockGuard {
 }
 
 pin_project! {
-    /// A future in a owner's scope that is stopped when the lease is lost.
+    /// A future in an owner's scope that is dropped when the lock is lost.
     pub(crate) struct Guarded<F> {
         lock: String,
         lease: Arc<Lease>,
         lost: BoxFuture<'static, LostReason>,
         #[pin]
-        future: Option<WithOwner<F>>,
+        future: Option<Instrumented<WithOwner<F>>>,
     }
 }
 
@@ -165,7 +233,7 @@ impl<F: Future> Future for Guarded<F> {
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
-        // The clock is asked before each step: a process that was stopped and goes on does nothing
+        // The clock is read before each step: a process that was stopped and continues does nothing
         // more. The signal is for a future that is not polled otherwise.
         let stopped = match this.lease.lost() {
             Some(reason) => Some(reason),
@@ -181,7 +249,7 @@ impl<F: Future> Future for Guarded<F> {
                 // What was finished after the loss was not guarded to its end.
                 this.lease.lost().map_or(Ok(output), Err)
             }
-            (None, None) => return Poll::Pending,
+            (None, None) => panic!("a guarded future was polled after its completion"),
         };
         this.future.set(None);
         Poll::Ready(outcome.map_err(|reason| Error::Lost {

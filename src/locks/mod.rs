@@ -6,7 +6,7 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::config::LeaseTime;
-use crate::error::{Error, Step};
+use crate::error::{Error, ServerError, Step};
 use crate::keys::Keys;
 use crate::link::{Call, Failure, Reply};
 use crate::owner::{ClientId, Owner, owner_field};
@@ -21,17 +21,17 @@ pub(crate) struct Ident {
     pub(crate) keys: Keys,
     pub(crate) owner: Owner,
     pub(crate) field: Bytes,
-    /// Whether the owner was made for this one acquisition, so that no scope has it.
-    pub(crate) fresh: bool,
+    /// Host and port of the server, for errors.
+    pub(crate) address: Arc<str>,
 }
 
 impl Ident {
-    pub(crate) fn new(keys: Keys, client: ClientId, owner: Owner) -> Self {
+    pub(crate) fn new(keys: Keys, client: ClientId, owner: Owner, address: Arc<str>) -> Self {
         Self {
             field: owner_field(client, owner),
             keys,
             owner,
-            fresh: false,
+            address,
         }
     }
 
@@ -43,46 +43,51 @@ impl Ident {
         String::from_utf8_lossy(&self.field).into_owned()
     }
 
+    /// The error for a step that took too long.
+    pub(crate) fn timeout(&self, step: Step, after: Duration) -> Error {
+        Error::Timeout {
+            step,
+            after,
+            lock: Some(self.lock()),
+            address: None,
+        }
+    }
+
     /// The error for a call of which nothing is left to be settled.
     pub(crate) fn refused(&self, failure: Failure) -> Error {
-        error(failure, &self.lock(), None)
+        error(failure, &self.lock(), &self.address, None)
     }
 
     /// The error for a step that may have happened all the same.
     pub(crate) fn unknown(&self, failure: Failure, step: Step) -> Error {
-        error(failure, &self.lock(), Some(step))
+        error(failure, &self.lock(), &self.address, Some(step))
     }
 }
 
-/// What a caller is told of a call without a reply; `unknown` is the step that may have happened
-/// all the same.
-pub(crate) fn error(failure: Failure, lock: &str, unknown: Option<Step>) -> Error {
-    match (failure, unknown) {
-        (Failure::Closed, None) => Error::Closed,
-        (Failure::Server(message), None) => Error::Server {
-            lock: Some(lock.to_owned()),
-            message,
-        },
-        // The server refused a repeat. What became of the first sending is not known all the same.
-        (Failure::Server(message), Some(step)) => Error::Unknown {
-            lock: lock.to_owned(),
-            step,
-            detail: format!("a repeat was refused: {message}"),
-        },
-        (Failure::NotSent(detail) | Failure::Unknown(detail), None) => Error::Connection {
-            detail: format!("{detail} (try again when the server is back)"),
-        },
-        (Failure::NotSent(detail) | Failure::Unknown(detail), Some(step)) => Error::Unknown {
-            lock: lock.to_owned(),
-            step,
-            detail,
-        },
-        (Failure::Closed, Some(step)) => Error::Unknown {
-            lock: lock.to_owned(),
-            step,
-            detail: "the client was shut down meanwhile".into(),
-        },
-    }
+/// The error for a call without a reply. `unknown` is the step that may have been done all the same.
+pub(crate) fn error(failure: Failure, lock: &str, address: &str, unknown: Option<Step>) -> Error {
+    let lock = lock.to_owned();
+    let Some(step) = unknown else {
+        return match failure {
+            Failure::Closed => Error::Closed,
+            Failure::Server(error) => Error::Server {
+                lock: Some(lock),
+                error,
+            },
+            Failure::NotSent(detail) | Failure::Unknown(detail) => Error::Connection {
+                address: address.to_owned(),
+                detail,
+            },
+        };
+    };
+    let detail = match failure {
+        Failure::Closed => "the client was shut down before the reply".into(),
+        Failure::Server(error) => {
+            format!("a reply was lost, and the server refused the repetition: {error}")
+        }
+        Failure::NotSent(detail) | Failure::Unknown(detail) => format!("{address}: {detail}"),
+    };
+    Error::OutcomeUnknown { lock, step, detail }
 }
 
 /// A kind of lock: which scripts move it, and how their answers are read.
@@ -133,5 +138,5 @@ pub(crate) enum Renewed {
     /// The owner does not hold it.
     Gone,
     /// The server refused it for this lock.
-    Refused(String),
+    Refused(ServerError),
 }

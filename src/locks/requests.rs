@@ -1,31 +1,181 @@
-//! Requests for a lock: futures with options.
+//! Requests for a lock: options that become a future when they are awaited.
 
 use std::fmt;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use pin_project_lite::pin_project;
+use tokio::time::timeout;
+use tracing::Instrument;
+use tracing::field::{Empty, debug};
 
 use super::Kind;
-use super::guard::{Guarded, LockGuard};
+use super::guard::LockGuard;
+use super::reentrant::inspect::Inspected;
 use crate::acquire::{Acquisition, acquire};
 use crate::config::{LeaseTime, WaitTime};
 use crate::core::Core;
 use crate::error::Error;
+use crate::info::LockInfo;
 use crate::keys::Keys;
 use crate::lease::Mode;
+use crate::owner::Owner;
 
-/// What every request knows. Bad input waits here for the first poll, so that nothing is sent.
+/// A request to acquire a lock: see [`ReentrantLock::lock`](crate::ReentrantLock::lock). Await it,
+/// or let it [`run`](Self::run) a future.
+///
+/// Awaiting it yields the guard. The owner is the one that is current at the first poll.
+#[must_use = "a request does nothing until it is awaited"]
+pub struct LockRequest(Options);
+
+impl LockRequest {
+    pub(crate) fn new(options: Options) -> Self {
+        Self(options)
+    }
+
+    /// Waits at most this long while another owner holds the lock, then fails with
+    /// [`Error::AcquireTimeout`]. Zero makes one attempt. Without it the request waits without
+    /// limit; at most 3650 days.
+    ///
+    /// It limits the waiting: an attempt that is in flight is completed first.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.0.timeout = Some(timeout);
+        self
+    }
+
+    /// Acquires the lock for this long, in whole milliseconds from 1 ms to 3650 days, without
+    /// renewal. Without it the lease is the watchdog timeout, and it is renewed.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.0.lease = Some(lease);
+        self
+    }
+
+    /// Acquires the lock, runs the future as its owner, and releases the lock: as
+    /// [`ReentrantLock::run`](crate::ReentrantLock::run), with the options of this request.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// use std::time::Duration;
+    ///
+    /// let total = lock.lock().timeout(Duration::from_secs(2)).run(async { 40 + 2 }).await?;
+    /// # assert_eq!(total, 42);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    ///
+    /// # Cancel safety
+    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    pub fn run<F: Future>(
+        self,
+        future: F,
+    ) -> impl Future<Output = Result<F::Output, Error>> + use<F> {
+        async move { self.await?.run_and_unlock(future).await }
+    }
+
+    /// As [`run`](Self::run), with the guard: for work that asks how long the lease lasts, or that
+    /// is to know of a loss.
+    ///
+    /// # Errors
+    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    ///
+    /// # Cancel safety
+    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    pub async fn run_with<F, T>(self, work: F) -> Result<T, Error>
+    where
+        F: AsyncFnOnce(&LockGuard) -> T,
+    {
+        let guard = self.await?;
+        let output = guard.guarded(work(&guard)).await?;
+        guard.unlock_after(output).await
+    }
+}
+
+impl IntoFuture for LockRequest {
+    type Output = Result<LockGuard, Error>;
+    type IntoFuture = BoxFuture<'static, Self::Output>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        self.0.lock()
+    }
+}
+
+/// A request to acquire a lock that may be answered with "no": see
+/// [`ReentrantLock::try_lock`](crate::ReentrantLock::try_lock) and
+/// [`ReentrantLock::try_lock_for`](crate::ReentrantLock::try_lock_for). Await it, or let it
+/// [`run`](Self::run) a future.
+///
+/// Awaiting it yields the guard, or `None` if another owner holds the lock.
+#[must_use = "a request does nothing until it is awaited"]
+pub struct TryLockRequest(Options);
+
+impl TryLockRequest {
+    pub(crate) fn new(options: Options, timeout: Duration) -> Self {
+        Self(Options {
+            timeout: Some(timeout),
+            ..options
+        })
+    }
+
+    /// Acquires the lock for this long, in whole milliseconds from 1 ms to 3650 days, without
+    /// renewal. Without it the lease is the watchdog timeout, and it is renewed.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.0.lease = Some(lease);
+        self
+    }
+
+    /// Acquires the lock, runs the future as its owner, and releases the lock. `None` if another
+    /// owner holds the lock; then the future did not run.
+    ///
+    /// # Errors
+    /// As [`ReentrantLock::run`](crate::ReentrantLock::run), without [`Error::AcquireTimeout`].
+    ///
+    /// # Cancel safety
+    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    pub fn run<F: Future>(
+        self,
+        future: F,
+    ) -> impl Future<Output = Result<Option<F::Output>, Error>> + use<F> {
+        async move {
+            match self.await? {
+                Some(guard) => guard.run_and_unlock(future).await.map(Some),
+                None => Ok(None),
+            }
+        }
+    }
+}
+
+impl IntoFuture for TryLockRequest {
+    type Output = Result<Option<LockGuard>, Error>;
+    type IntoFuture = BoxFuture<'static, Self::Output>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        self.0.try_lock()
+    }
+}
+
+impl fmt::Debug for LockRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.debug(f.debug_struct("LockRequest"))
+    }
+}
+
+impl fmt::Debug for TryLockRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.debug(f.debug_struct("TryLockRequest"))
+    }
+}
+
+/// What each request knows. Bad input is kept until the request is awaited, so that nothing is
+/// sent.
 pub(crate) struct Options {
     core: Arc<Core>,
     keys: Result<Keys, Error>,
     kind: &'static dyn Kind,
     lease: Option<Duration>,
-    wait: Option<Duration>,
+    timeout: Option<Duration>,
 }
 
 impl Options {
@@ -35,294 +185,79 @@ impl Options {
             keys,
             kind,
             lease: None,
-            wait: None,
-        }
-    }
-
-    /// To be called in the first poll: the owner is whoever polls, not whoever made the request.
-    fn acquire(
-        self,
-        unless_asked: WaitTime,
-    ) -> impl Future<Output = Result<(Acquisition, Keys), Error>> + Send {
-        let current = self.core.config.owner_policy.current();
-        async move {
-            let keys = self.keys?;
-            let mode = match self.lease {
-                None => Mode::Watchdog,
-                Some(lease) => Mode::Fixed(LeaseTime::new(lease)?),
-            };
-            let wait = match self.wait {
-                None => unless_asked,
-                Some(wait) => WaitTime::new(wait)?,
-            };
-            let ident = match current {
-                Some(owner) => self.core.ident(&keys, owner),
-                None => self.core.fresh_ident(&keys),
-            };
-            Ok((
-                acquire(self.core, self.kind, ident, mode, wait).await?,
-                keys,
-            ))
+            timeout: None,
         }
     }
 
     fn lock(self) -> BoxFuture<'static, Result<LockGuard, Error>> {
-        let acquire = self.acquire(WaitTime::Unlimited);
-        async move {
-            match acquire.await? {
+        let core = Arc::clone(&self.core);
+        core.drive(async move {
+            let (core, timeout) = (Arc::clone(&self.core), self.timeout.unwrap_or_default());
+            match self.acquire().await? {
                 (Acquisition::Granted(hold), _) => Ok(LockGuard::new(hold)),
-                (
-                    Acquisition::Contended {
-                        waited,
-                        remaining_ttl,
-                    },
-                    keys,
-                ) => Err(Error::Contended {
+                (Acquisition::Contended, keys) => Err(Error::AcquireTimeout {
+                    held_by: held_by(&core, &keys).await,
                     lock: keys.display(),
-                    waited,
-                    remaining_ttl,
+                    timeout,
                 }),
             }
-        }
+        })
         .boxed()
     }
 
     fn try_lock(self) -> BoxFuture<'static, Result<Option<LockGuard>, Error>> {
-        let acquire = self.acquire(WaitTime::AtMost(Duration::ZERO));
-        async move {
-            Ok(match acquire.await?.0 {
+        let core = Arc::clone(&self.core);
+        core.drive(async move {
+            Ok(match self.acquire().await?.0 {
                 Acquisition::Granted(hold) => Some(LockGuard::new(hold)),
-                Acquisition::Contended { .. } => None,
+                Acquisition::Contended => None,
             })
-        }
+        })
         .boxed()
     }
-}
 
-/// A request that has not been polled yet, or the work that it has become.
-enum Stage<T> {
-    Asked(Option<Options>),
-    Working(BoxFuture<'static, T>),
-}
-
-impl<T> Stage<T> {
-    fn new(options: Options) -> Self {
-        Stage::Asked(Some(options))
+    /// Called in the first poll: the owner is the one of the code that polls, not of the code that
+    /// made the request.
+    async fn acquire(self) -> Result<(Acquisition, Keys), Error> {
+        let keys = self.keys?;
+        let mode = match self.lease {
+            None => Mode::Watchdog,
+            Some(lease) => Mode::Fixed(LeaseTime::new(lease)?),
+        };
+        let wait = match self.timeout {
+            None => WaitTime::Unlimited,
+            Some(timeout) => WaitTime::new(timeout)?,
+        };
+        let owner = self.core.config.owner_policy.current();
+        let ident = self.core.ident(&keys, owner.unwrap_or_else(Owner::new));
+        let span = tracing::debug_span!(
+            "acquire",
+            lock = %ident.lock(),
+            owner = %ident.owner_field(),
+            waited = Empty,
+            granted = Empty,
+        );
+        let begun = tokio::time::Instant::now();
+        let acquired = acquire(self.core, self.kind, ident, mode, wait)
+            .instrument(span.clone())
+            .await;
+        span.record("waited", debug(begun.elapsed()));
+        span.record("granted", matches!(acquired, Ok(Acquisition::Granted(_))));
+        Ok((acquired?, keys))
     }
 
-    /// Sets options, before the first poll.
-    fn set(&mut self, set: impl FnOnce(&mut Options)) {
-        if let Stage::Asked(Some(options)) = self {
-            set(options);
-        }
-    }
-
-    fn poll(
-        &mut self,
-        cx: &mut Context<'_>,
-        begin: fn(Options) -> BoxFuture<'static, T>,
-    ) -> Poll<T> {
-        if let Stage::Asked(options) = self {
-            let Some(options) = options.take() else {
-                return Poll::Pending;
-            };
-            *self = Stage::Working(begin(options));
-        }
-        match self {
-            Stage::Working(work) => work.poll_unpin(cx),
-            Stage::Asked(_) => Poll::Pending,
-        }
-    }
-}
-
-/// A request to lock: see [`ReentrantLock::lock`](crate::ReentrantLock::lock). It is a future;
-/// await it.
-#[must_use = "futures do nothing unless they are awaited"]
-pub struct LockRequest(Stage<Result<LockGuard, Error>>);
-
-impl LockRequest {
-    pub(crate) fn new(options: Options) -> Self {
-        Self(Stage::new(options))
-    }
-
-    /// Waits at most this long while others hold the lock, then fails with [`Error::Contended`].
-    /// Zero asks once.
-    ///
-    /// It bounds the waiting, not the asking: a script under way is seen through.
-    pub fn wait(mut self, wait: Duration) -> Self {
-        self.0.set(|options| options.wait = Some(wait));
-        self
-    }
-
-    /// Takes the lock for this long, in whole milliseconds, without renewal.
-    pub fn lease(mut self, lease: Duration) -> Self {
-        self.0.set(|options| options.lease = Some(lease));
-        self
+    fn debug(&self, mut debug: fmt::DebugStruct<'_, '_>) -> fmt::Result {
+        debug
+            .field("lock", &self.keys.as_ref().map(Keys::display))
+            .field("timeout", &self.timeout)
+            .field("lease", &self.lease)
+            .finish_non_exhaustive()
     }
 }
 
-impl Future for LockRequest {
-    type Output = Result<LockGuard, Error>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.0.poll(cx, Options::lock)
-    }
-}
-
-/// A request to lock if it is free: see
-/// [`ReentrantLock::try_lock`](crate::ReentrantLock::try_lock). It is a future; await it.
-#[must_use = "futures do nothing unless they are awaited"]
-pub struct TryLockRequest(Stage<Result<Option<LockGuard>, Error>>);
-
-impl TryLockRequest {
-    pub(crate) fn new(options: Options) -> Self {
-        Self(Stage::new(options))
-    }
-
-    /// Waits at most this long while others hold the lock, then answers `None`. Zero, the default,
-    /// asks once.
-    pub fn wait(mut self, wait: Duration) -> Self {
-        self.0.set(|options| options.wait = Some(wait));
-        self
-    }
-
-    /// Takes the lock for this long, in whole milliseconds, without renewal.
-    pub fn lease(mut self, lease: Duration) -> Self {
-        self.0.set(|options| options.lease = Some(lease));
-        self
-    }
-}
-
-impl Future for TryLockRequest {
-    type Output = Result<Option<LockGuard>, Error>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.0.poll(cx, Options::try_lock)
-    }
-}
-
-pin_project! {
-    /// A request to run a future under the lock: see
-    /// [`ReentrantLock::run`](crate::ReentrantLock::run). It is a future; await it.
-    #[must_use = "futures do nothing unless they are awaited"]
-    pub struct RunRequest<F: Future> {
-        request: LockRequest,
-        #[pin]
-        running: Running<F>,
-    }
-}
-
-pin_project! {
-    #[project = RunningProj]
-    #[project_replace = RunningTaken]
-    enum Running<F: Future> {
-        Waiting { future: F },
-        Guarded { #[pin] future: Guarded<F>, guard: LockGuard },
-        Releasing { release: BoxFuture<'static, Result<(), Error>>, output: Option<F::Output> },
-        Done,
-    }
-}
-
-impl<F: Future> RunRequest<F> {
-    pub(crate) fn new(options: Options, future: F) -> Self {
-        Self {
-            request: LockRequest::new(options),
-            running: Running::Waiting { future },
-        }
-    }
-
-    /// Waits at most this long for the lock, then fails with [`Error::Contended`]; the future never
-    /// ran.
-    pub fn wait(mut self, wait: Duration) -> Self {
-        self.request = self.request.wait(wait);
-        self
-    }
-
-    /// Takes the lock for this long, in whole milliseconds, without renewal; the future is stopped
-    /// when it is over.
-    pub fn lease(mut self, lease: Duration) -> Self {
-        self.request = self.request.lease(lease);
-        self
-    }
-}
-
-impl<F: Future> Future for RunRequest<F> {
-    type Output = Result<F::Output, Error>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut this = self.project();
-        loop {
-            match this.running.as_mut().project() {
-                RunningProj::Waiting { .. } => {
-                    let guard = match ready!(Pin::new(&mut *this.request).poll(cx)) {
-                        Ok(guard) => guard,
-                        Err(error) => {
-                            this.running.set(Running::Done);
-                            return Poll::Ready(Err(error));
-                        }
-                    };
-                    if let RunningTaken::Waiting { future } =
-                        this.running.as_mut().project_replace(Running::Done)
-                    {
-                        let future = guard.guarded(future);
-                        this.running.set(Running::Guarded { future, guard });
-                    }
-                }
-                RunningProj::Guarded { future, .. } => {
-                    let outcome = ready!(future.poll(cx));
-                    let RunningTaken::Guarded { guard, .. } =
-                        this.running.as_mut().project_replace(Running::Done)
-                    else {
-                        return Poll::Pending;
-                    };
-                    match outcome {
-                        Ok(output) => this.running.set(Running::Releasing {
-                            release: guard.unlock().boxed(),
-                            output: Some(output),
-                        }),
-                        // The guard of a lost lease has nothing to release that could be waited
-                        // for.
-                        Err(error) => return Poll::Ready(Err(error)),
-                    }
-                }
-                RunningProj::Releasing { release, output } => {
-                    let released = ready!(release.poll_unpin(cx));
-                    let output = output.take();
-                    this.running.set(Running::Done);
-                    return match (released, output) {
-                        (Err(error @ (Error::Lost { .. } | Error::NotHeld { .. })), _) => {
-                            Poll::Ready(Err(error))
-                        }
-                        (Err(error), Some(output)) => {
-                            // The work is done, and was done under the lock: that is what the
-                            // caller has to know.
-                            tracing::warn!(%error, "the lock's release was not confirmed; its lease will run out");
-                            Poll::Ready(Ok(output))
-                        }
-                        (Ok(()), Some(output)) => Poll::Ready(Ok(output)),
-                        (_, None) => Poll::Pending,
-                    };
-                }
-                RunningProj::Done => return Poll::Pending,
-            }
-        }
-    }
-}
-
-impl fmt::Debug for LockRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LockRequest").finish_non_exhaustive()
-    }
-}
-
-impl fmt::Debug for TryLockRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TryLockRequest").finish_non_exhaustive()
-    }
-}
-
-impl<F: Future> fmt::Debug for RunRequest<F> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RunRequest").finish_non_exhaustive()
-    }
+/// Asks which owner holds the lock, for an error that is not to be late for it.
+async fn held_by(core: &Core, keys: &Keys) -> Option<LockInfo> {
+    const LIMIT: Duration = Duration::from_millis(250);
+    let inspected = timeout(LIMIT, Inspected::of(core, keys)).await.ok()?;
+    inspected.ok()?.info(core, keys).ok()?
 }

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use bytes::Bytes;
 use sha1::{Digest, Sha1};
 
+use crate::error::ServerError;
 use crate::link::{Call, Failure, Reply, What};
 
 pub(crate) mod catalog;
@@ -98,8 +99,8 @@ pub(crate) struct Answer {
     pub(crate) code: i64,
     /// The number beside it, unless `code` is [`REFUSED`].
     pub(crate) number: i64,
-    /// The server's words, where `code` is [`REFUSED`].
-    pub(crate) refusal: Option<String>,
+    /// The server's error, if `code` is [`REFUSED`].
+    pub(crate) refusal: Option<ServerError>,
 }
 
 /// The code by which every script says that the server refused a command for that lock.
@@ -121,7 +122,7 @@ pub(crate) fn answers(reply: Reply, locks: usize) -> Result<Vec<Answer>, Failure
         .chunks_exact(2)
         .map(|pair| match (&pair[0], &pair[1]) {
             (Reply::Int(REFUSED), Reply::Text(text)) => {
-                let refusal = Some(String::from_utf8_lossy(text).into_owned());
+                let refusal = Some(String::from_utf8_lossy(text).into_owned().into());
                 Ok(Answer {
                     code: REFUSED,
                     number: 0,
@@ -136,7 +137,8 @@ pub(crate) fn answers(reply: Reply, locks: usize) -> Result<Vec<Answer>, Failure
                 }),
                 // A count that is no number, put there by somebody else's hand.
                 None if matches!(detail, Reply::Text(_)) => {
-                    let refusal = Some(format!("ERR the hold count is not a number: {detail:?}"));
+                    let refusal =
+                        Some(format!("ERR the hold count is not a number: {detail:?}").into());
                     Ok(Answer {
                         code: REFUSED,
                         number: 0,

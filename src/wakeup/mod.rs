@@ -109,7 +109,7 @@ impl Refusals {
         if self.told.is_none_or(|told| told.elapsed() > QUIET) {
             self.told = Some(Instant::now());
             let channel = String::from_utf8_lossy(&name);
-            tracing::warn!(%channel, "the server refuses the subscription (ACL?): waiters go on by re-checks alone");
+            tracing::warn!(%channel, "the server refused a subscription, its waiters rely on re-checks");
         }
         self.names.insert(name);
     }

@@ -97,7 +97,7 @@ impl Wakeups {
         }
     }
 
-    /// Wakes the waiters of a owner that has just been granted the lock: they re-enter.
+    /// Wakes the waiters of an owner that has just been granted the lock: they re-enter.
     pub(crate) fn owner_granted(&self, channel: &Bytes, name: &Bytes, thread: i64) {
         if let Some(lane) = self
             .table

@@ -162,7 +162,7 @@ impl Actor {
         let acquire = async {
             match want.wait {
                 Some(wait) if tries => {
-                    let request = lock.try_lock().wait(wait);
+                    let request = lock.try_lock_for(wait);
                     if let Some(lease) = want.lease {
                         request.lease(lease).await
                     } else {
@@ -172,7 +172,7 @@ impl Actor {
                 wait => {
                     let request = lock.lock();
                     let request = if let Some(wait) = wait {
-                        request.wait(wait)
+                        request.timeout(wait)
                     } else {
                         request
                     };
@@ -268,7 +268,7 @@ impl Actor {
     /// back.
     async fn count(&self, want: Want, holds: &[Held]) {
         let asked = self.lock(want.lock);
-        let Ok(found) = asked.hold_count().with_owner(want.owner).await else {
+        let Ok(found) = asked.hold_count_of(want.owner).await else {
             return;
         };
         let at = now();
@@ -337,7 +337,7 @@ impl Actor {
                 unless_leaving(Some(leaves), guard.unlock()).await
             }
             _ => {
-                guard.forget();
+                let _ = guard.detach();
                 Some(self.lock(held.lock).unlock().with_owner(owner).await)
             }
         };
@@ -345,7 +345,7 @@ impl Actor {
             let outcome = match outcome {
                 Ok(()) => "ok".to_owned(),
                 Err(Error::Lost { .. }) => "lost".to_owned(),
-                Err(Error::Unknown { .. }) => "unknown".to_owned(),
+                Err(Error::OutcomeUnknown { .. }) => "unknown".to_owned(),
                 Err(error) => error.to_string(),
             };
             self.recorder
@@ -361,7 +361,7 @@ impl Actor {
         let outcome = match self.lock(lock).force_unlock().await {
             Ok(true) => "freed".to_owned(),
             Ok(false) => "free".to_owned(),
-            Err(Error::Unknown { .. }) => "unknown".to_owned(),
+            Err(Error::OutcomeUnknown { .. }) => "unknown".to_owned(),
             Err(error) => error.to_string(),
         };
         self.recorder
@@ -425,9 +425,9 @@ impl Actor {
                 sleep(left.min(Duration::from_millis(25))).await;
             }
         };
-        let request = lock.run(guarded);
+        let request = lock.lock();
         let request = if let Some(wait) = want.wait {
-            request.wait(wait)
+            request.timeout(wait)
         } else {
             request
         };
@@ -436,7 +436,8 @@ impl Actor {
         } else {
             request
         };
-        let outcome = unless_leaving(want.leaves, request.with_owner(want.owner)).await;
+        let outcome =
+            unless_leaving(want.leaves, request.run(guarded).with_owner(want.owner)).await;
         let at = now();
         match outcome {
             None => asked.answer(Event::Cancelled),

@@ -134,7 +134,7 @@ pub fn told(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
-/// When a owner that had lost the lock by that time, and ran, had to know and did not; and what may
+/// When an owner that had lost the lock by that time, and ran, had to know and did not; and what may
 /// explain it.
 fn unheard(story: &Story, owner: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Excuse>)> {
     let by = lost.saturating_add(TOLD);
@@ -156,7 +156,7 @@ fn unheard(story: &Story, owner: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Ex
     Some((by, forced.map(|dark| dark.excuse).collect()))
 }
 
-/// When a owner that has nothing more to say has no lease any more, neither by its own word nor by
+/// When an owner that has nothing more to say has no lease any more, neither by its own word nor by
 /// what was seen of the server. While nobody looks it may be renewed.
 fn lease_over(story: &Story, owner: &Attempt) -> Nanos {
     let Some(granted) = owner.granted else {

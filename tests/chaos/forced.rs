@@ -32,7 +32,7 @@ pub struct Force {
 /// A force unlock, by its place in the story, and the owner whom it took.
 pub type Excuse = (usize, String);
 
-/// A time in which a owner may not know that it was forced out.
+/// A time in which an owner may not know that it was forced out.
 pub struct InTheDark {
     pub from: Nanos,
     /// Until when what it was told before may be wrong.
@@ -191,7 +191,7 @@ fn lease_over(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
     force.to.saturating_add(longest)
 }
 
-/// When a renewal was due after a force unlock, of a owner whose process met no fault.
+/// When a renewal was due after a force unlock, of an owner whose process met no fault.
 fn next_renewal(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
     let due = attempt
         .granted

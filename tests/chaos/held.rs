@@ -82,10 +82,10 @@ impl Drop for Held {
 /// What an acquire's error says of what is left on the server.
 pub fn refused(error: &Error) -> Event {
     match error {
-        Error::Contended { .. } => Event::Failed {
+        Error::AcquireTimeout { .. } => Event::Failed {
             why: "contended".into(),
         },
-        Error::Unknown { .. } => Event::Unknown {
+        Error::OutcomeUnknown { .. } => Event::Unknown {
             why: error.to_string(),
         },
         // The grant came too late, and is being taken back.

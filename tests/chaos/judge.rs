@@ -70,7 +70,7 @@ pub enum Rule {
     Exclusion,
     /// An owner was sure of a lock that the server did not have for it.
     Unfounded,
-    /// A owner did not hear that it had lost.
+    /// An owner did not hear that it had lost.
     NotTold,
     /// A guarded future went on after a rival had the lock.
     NotStopped,

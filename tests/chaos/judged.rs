@@ -134,7 +134,7 @@ fn an_owner_that_the_server_does_not_know_is_found() {
 }
 
 #[test]
-fn a_owner_that_did_not_hear_of_its_loss_is_found() {
+fn an_owner_that_did_not_hear_of_its_loss_is_found() {
     let tale = || {
         Tale::default()
             .granted(100, 1, 1)
@@ -601,7 +601,7 @@ fn who_came_back_had_been_gone() {
         .breaks(&[Rule::Lie]);
 }
 
-/// A owner that is sure until 2100, of a lock that the server has for it until 2150, and that is
+/// An owner that is sure until 2100, of a lock that the server has for it until 2150, and that is
 /// told at that time.
 fn run_out(told: Nanos) -> Tale {
     let lost = Event::Lost {
@@ -670,7 +670,7 @@ fn a_loss_is_told_where_no_rival_comes() {
 }
 
 #[test]
-fn a_owner_that_is_sure_after_its_loss_is_found() {
+fn an_owner_that_is_sure_after_its_loss_is_found() {
     let tale = |at| {
         let lost = Event::Lost {
             reason: "Expired".into(),

@@ -89,7 +89,7 @@ fn a_force_unlock_is_no_excuse_for_being_sure_after_it_was_told() {
 }
 
 #[test]
-fn a_owner_that_never_hears_of_a_force_unlock_is_found() {
+fn an_owner_that_never_hears_of_a_force_unlock_is_found() {
     // Its lease is over at 3010, and half a second is for the writing down.
     let tale = |told| {
         Tale::default()
@@ -265,7 +265,7 @@ fn a_force_unlock_is_a_reason_to_lose() {
     told(1_005).forced(1_000, 1_010, "freed").breaks(&[]);
     // Told before it was asked for.
     told(990).forced(1_000, 1_010, "freed").breaks(&[Rule::Lie]);
-    // A owner in the same process is told first, and the lock may then not be freed.
+    // An owner in the same process is told first, and the lock may then not be freed.
     let told_here = |process| {
         let tale = told(1_005).line(1_000, process, 7, Event::Forcing { lock: 0 });
         tale.line(

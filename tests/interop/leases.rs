@@ -1,4 +1,4 @@
-//! Scenarios of time: waking up, wait times, lease times, the watchdog, the death of a owner.
+//! Scenarios of time: waking up, wait times, lease times, the watchdog, the death of an owner.
 
 use std::time::{Duration, Instant};
 
@@ -246,7 +246,7 @@ pub async fn killed_owner(world: &World, way: Way) -> Outcome {
     Ok(vec![])
 }
 
-/// A owner locks again with a shorter lease. Redisson then forgets the longer hold; ours must not.
+/// An owner locks again with a shorter lease. Redisson then forgets the longer hold; ours must not.
 pub async fn shorter_reentry(world: &World, way: Way) -> Outcome {
     const SHORT: Duration = Duration::from_secs(1);
     let (first, second) = world.pair(way);

@@ -1,4 +1,4 @@
-//! Who takes part in a scenario: a Java thread with Redisson, or a owner with this library. Both
+//! Who takes part in a scenario: a Java thread with Redisson, or an owner with this library. Both
 //! have the same verbs, so that each scenario is written once and runs in both directions.
 
 use std::sync::{Arc, Mutex};
@@ -14,11 +14,11 @@ use crate::world::Failed;
 pub enum Party {
     /// A thread of a Redisson client.
     Java(PeerThread),
-    /// A owner of a client of ours.
+    /// An owner of a client of ours.
     Rust(Actor),
 }
 
-/// A owner and the guards of what it holds.
+/// An owner and the guards of what it holds.
 #[derive(Clone, Debug)]
 pub struct Actor {
     client: LockClient,
@@ -101,7 +101,7 @@ impl Party {
         match self {
             Self::Java(thread) => Ok(thread.try_lock(name, wait, lease).await?),
             Self::Rust(actor) => {
-                let request = actor.client.lock(name).try_lock().wait(wait);
+                let request = actor.client.lock(name).try_lock_for(wait);
                 let request = match lease {
                     Some(lease) => request.lease(lease),
                     None => request,
@@ -161,12 +161,7 @@ impl Party {
     pub async fn is_held(&self, name: &str) -> Result<bool, Failed> {
         match self {
             Self::Java(thread) => Ok(thread.is_held(name).await?),
-            Self::Rust(actor) => Ok(actor
-                .client
-                .lock(name)
-                .is_held()
-                .with_owner(actor.owner)
-                .await?),
+            Self::Rust(actor) => Ok(actor.client.lock(name).is_held_by(actor.owner).await?),
         }
     }
 
@@ -174,12 +169,7 @@ impl Party {
         match self {
             Self::Java(thread) => Ok(thread.hold_count(name).await?),
             Self::Rust(actor) => {
-                let count = actor
-                    .client
-                    .lock(name)
-                    .hold_count()
-                    .with_owner(actor.owner)
-                    .await?;
+                let count = actor.client.lock(name).hold_count_of(actor.owner).await?;
                 Ok(i64::try_from(count)?)
             }
         }
@@ -189,10 +179,16 @@ impl Party {
     pub async fn remaining_ttl(&self, name: &str) -> Result<i64, Failed> {
         match self {
             Self::Java(thread) => Ok(thread.remaining_ttl(name).await?),
-            Self::Rust(actor) => match actor.client.lock(name).remaining_ttl().await? {
+            Self::Rust(actor) => match actor
+                .client
+                .lock(name)
+                .inspect()
+                .await?
+                .map(|info| info.ttl)
+            {
                 None => Ok(-2),
-                Some(Duration::MAX) => Ok(-1),
-                Some(left) => Ok(i64::try_from(left.as_millis())?),
+                Some(None) => Ok(-1),
+                Some(Some(left)) => Ok(i64::try_from(left.as_millis())?),
             },
         }
     }
@@ -217,10 +213,10 @@ impl Party {
 impl Actor {
     /// Who holds the lock, in any process, with the count.
     pub async fn owners(&self, name: &str) -> Result<Vec<(String, u64)>, Failed> {
-        let owners = self.client.lock(name).owners().await?;
-        Ok(owners
+        let info = self.client.lock(name).inspect().await?;
+        Ok(info
             .into_iter()
-            .map(|holding| (holding.owner, holding.count))
+            .map(|info| (info.owner, info.hold_count))
             .collect())
     }
 

@@ -198,7 +198,7 @@ impl Note {
             }
             Self::ShorterReentry => {
                 "`lock()` and then `lock(1 s)` by one Java thread sets the expiry to 1 s, and both holds end with it: \
-                 then anybody can have the lock, as the server says. A owner of ours keeps the longer expiry."
+                 then anybody can have the lock, as the server says. An owner of ours keeps the longer expiry."
             }
             Self::PartialRelease => {
                 "An unlock that leaves holds sets the expiry to Redisson's watchdog timeout (from 60 s to 30 s in this \

@@ -7,8 +7,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use redisson_lock::{
-    ClientId, Error, Holding, LockClient, LockClientBuilder, LockGuard, LockRequest, LostReason,
-    Owner, OwnerExt, OwnerPolicy, ReentrantLock, RunRequest, Step, TryLockRequest, WithOwner,
+    ClientId, Error, LockClient, LockClientBuilder, LockGuard, LockInfo, LockRequest, LostReason,
+    Owner, OwnerExt, OwnerPolicy, ReentrantLock, ServerError, Stats, Step, TryLockRequest,
+    WithOwner,
 };
 
 fn is_send<T: Send + ?Sized>() {}
@@ -44,8 +45,6 @@ mod checked {
         is_static::<LockRequest>();
         is_send::<TryLockRequest>();
         is_static::<TryLockRequest>();
-        is_send::<RunRequest<Ready<u8>>>();
-        is_static::<RunRequest<Ready<u8>>>();
         is_send::<WithOwner<Ready<u8>>>();
         is_sync::<WithOwner<Ready<u8>>>();
         is_static::<WithOwner<Ready<u8>>>();
@@ -58,25 +57,35 @@ mod checked {
     }
 
     fn every_future_of_a_lock_is_send(lock: ReentrantLock) {
-        sends_forever(lock.lock());
-        sends_forever(lock.lock().wait(Duration::ZERO).lease(Duration::ZERO));
-        sends_forever(lock.try_lock().wait(Duration::ZERO).lease(Duration::ZERO));
-        sends_forever(lock.run(async { String::new() }));
+        sends_forever(lock.lock().into_future());
         sends_forever(
-            lock.run(async { String::new() })
-                .wait(Duration::ZERO)
-                .lease(Duration::ZERO),
+            lock.lock()
+                .timeout(Duration::ZERO)
+                .lease(Duration::ZERO)
+                .into_future(),
         );
+        sends_forever(
+            lock.try_lock_for(Duration::ZERO)
+                .lease(Duration::ZERO)
+                .into_future(),
+        );
+        sends_forever(lock.run(async { String::new() }));
+        sends_forever(lock.try_run(async { String::new() }));
+        sends_forever(
+            lock.lock()
+                .timeout(Duration::ZERO)
+                .run(async { String::new() }),
+        );
+        sends_forever(lock.try_lock().run(async { String::new() }));
         sends_forever(lock.lock().with_owner(Owner::new()));
         sends_forever(lock.lock().in_current_owner());
-        sends_forever(Owner::scope(lock.lock()));
+        sends_forever(Owner::scope(lock.lock().into_future()));
         sends(lock.unlock());
         sends(lock.force_unlock());
         sends(lock.is_locked());
-        sends(lock.is_held());
-        sends(lock.hold_count());
-        sends(lock.remaining_ttl());
-        sends(lock.owners());
+        sends(lock.is_held_by(Owner::new()));
+        sends(lock.hold_count_of(Owner::new()));
+        sends(lock.inspect());
     }
 
     /// The lock may be gone by the time that a request is awaited, and the guard by the time that
@@ -110,7 +119,9 @@ mod checked {
         is_value::<ClientId>();
         is_value::<Owner>();
         is_value::<OwnerPolicy>();
-        is_value::<Holding>();
+        is_value::<LockInfo>();
+        is_value::<ServerError>();
+        is_value::<Stats>();
         fn is_copy<T: Copy>() {}
         is_copy::<Owner>();
         is_copy::<ClientId>();
@@ -135,7 +146,6 @@ mod checked {
         is_debug::<LockGuard>();
         is_debug::<LockRequest>();
         is_debug::<TryLockRequest>();
-        is_debug::<RunRequest<Ready<u8>>>();
         is_debug::<WithOwner<Ready<u8>>>();
     }
 }
@@ -146,7 +156,7 @@ async fn guards_and_requests_work_on_another_thread_than_they_were_made_on() {
     let server = crate::support::server::Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(crate::support::server::unique("traits"));
-    let request = lock.lock();
+    let request = lock.lock().into_future();
     let guard = tokio::spawn(request).await.unwrap().unwrap();
     let runtime = tokio::runtime::Handle::current();
     let unlocked = std::thread::spawn(move || runtime.block_on(guard.unlock()));

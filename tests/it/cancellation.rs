@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use crate::support::observe::{channels, connections};
+use crate::support::observe::{channels, connections, hold_count, ttl};
 use crate::support::server::{Server, unique, wait_until};
 use futures::future::BoxFuture;
 use futures::{FutureExt, poll};
@@ -110,8 +110,10 @@ impl Scissors {
     /// What the future came to, if it was quicker than the scissors.
     async fn cut<F>(&mut self, future: F) -> Option<F::Output>
     where
-        F: Future<Output: Send> + Send + 'static,
+        F: IntoFuture<Output: Send, IntoFuture: Send> + 'static,
+        F::IntoFuture: 'static,
     {
+        let future = future.into_future();
         let output = match self.next() {
             Cut::Polls(polls) => {
                 let limited = Limited {
@@ -174,7 +176,7 @@ impl<T> Future for Limited<T> {
 fn expected<T>(answer: Result<T, Error>) -> Option<T> {
     match answer {
         Ok(value) => Some(value),
-        Err(Error::Lost { .. } | Error::Contended { .. } | Error::NotHeld { .. }) => None,
+        Err(Error::Lost { .. } | Error::AcquireTimeout { .. } | Error::NotHeld { .. }) => None,
         Err(error) => panic!("{error}"),
     }
 }
@@ -190,7 +192,7 @@ async fn operate(scissors: &mut Scissors, lock: &ReentrantLock) {
         0..4 => drop(scissors.cut(lock.lock()).await.and_then(expected)),
         4..7 => drop(
             scissors
-                .cut(lock.lock().wait(brief))
+                .cut(lock.lock().timeout(brief))
                 .await
                 .and_then(expected),
         ),
@@ -203,14 +205,14 @@ async fn operate(scissors: &mut Scissors, lock: &ReentrantLock) {
         9..11 => drop(scissors.cut(lock.try_lock()).await.and_then(expected)),
         11..13 => drop(
             scissors
-                .cut(lock.try_lock().wait(brief).lease(LEASE))
+                .cut(lock.try_lock_for(brief).lease(LEASE))
                 .await
                 .and_then(expected),
         ),
         13..16 => drop(scissors.cut(lock.run(work())).await.and_then(expected)),
         16..21 => {
             // A lock that is got in time, to be unlocked not quite to the end.
-            let guard = expected(lock.try_lock().wait(brief).await).flatten();
+            let guard = expected(lock.try_lock_for(brief).await).flatten();
             if let Some(guard) = guard {
                 scissors.cut(guard.unlock()).await.and_then(expected);
             }
@@ -218,7 +220,7 @@ async fn operate(scissors: &mut Scissors, lock: &ReentrantLock) {
         21..25 => Owner::scope(forget_and_unlock(scissors, lock, brief)).await,
         25..29 => Owner::scope(enter_twice(scissors, lock)).await,
         29..31 => {
-            if let Some(guard) = expected(lock.try_lock().wait(brief).await).flatten() {
+            if let Some(guard) = expected(lock.try_lock_for(brief).await).flatten() {
                 let guard = Arc::new(guard);
                 let running = Arc::clone(&guard);
                 scissors
@@ -239,10 +241,10 @@ async fn operate(scissors: &mut Scissors, lock: &ReentrantLock) {
 }
 
 async fn forget_and_unlock(scissors: &mut Scissors, lock: &ReentrantLock, wait: Duration) {
-    let Some(guard) = expected(lock.try_lock().wait(wait).await).flatten() else {
+    let Some(guard) = expected(lock.try_lock_for(wait).await).flatten() else {
         return;
     };
-    guard.forget();
+    let _ = guard.detach();
     let again = lock.clone();
     if scissors
         .cut(async move { again.unlock().await })
@@ -405,7 +407,7 @@ async fn what_is_dropped_before_its_first_poll_sends_nothing() {
     let guard = held.lock().await.unwrap();
     let owner = Owner::new();
     let forgotten = client.lock(unique("forgotten"));
-    forgotten.lock().with_owner(owner).await.unwrap().forget();
+    let _ = forgotten.lock().with_owner(owner).await.unwrap().detach();
 
     // What is sent later on the same connection arrives later, so one question tells of all before
     // it.
@@ -415,22 +417,26 @@ async fn what_is_dropped_before_its_first_poll_sends_nothing() {
     let one = calls(&mut redis);
     let connected = connections(&mut redis);
     for lock in [&lock, &held] {
-        drop((lock.lock(), lock.lock().wait(SOON), lock.lock().lease(SOON)));
+        drop((
+            lock.lock(),
+            lock.lock().timeout(SOON),
+            lock.lock().lease(SOON),
+        ));
         drop((
             lock.try_lock(),
-            lock.try_lock().wait(SOON),
+            lock.try_lock_for(SOON),
             lock.try_lock().lease(SOON),
         ));
         drop((
             lock.run(async { panic!("it ran") }),
-            lock.run(async { panic!("it ran") }).wait(SOON),
+            lock.lock().timeout(SOON).run(async { panic!("it ran") }),
         ));
         drop((
             lock.is_locked(),
-            lock.is_held(),
-            lock.hold_count(),
-            lock.remaining_ttl(),
-            lock.owners(),
+            hold_count(&lock),
+            hold_count(&lock),
+            ttl(&lock),
+            lock.inspect(),
         ));
         drop((
             lock.force_unlock(),
@@ -473,26 +479,34 @@ async fn what_is_dropped_after_one_poll_leaves_nothing() {
     let probe = client.lock(unique("probe"));
     type Begin = fn(ReentrantLock) -> BoxFuture<'static, ()>;
     let kinds: [(&str, Begin); 12] = [
-        ("lock", |lock| lock.lock().map(drop).boxed()),
-        ("wait", |lock| lock.lock().wait(SOON).map(drop).boxed()),
-        ("lease", |lock| lock.lock().lease(LEASE).map(drop).boxed()),
-        ("try_lock", |lock| lock.try_lock().map(drop).boxed()),
+        ("lock", |lock| lock.lock().into_future().map(drop).boxed()),
+        ("wait", |lock| {
+            lock.lock().timeout(SOON).into_future().map(drop).boxed()
+        }),
+        ("lease", |lock| {
+            lock.lock().lease(LEASE).into_future().map(drop).boxed()
+        }),
+        ("try_lock", |lock| {
+            lock.try_lock().into_future().map(drop).boxed()
+        }),
         ("try_lock and wait", |lock| {
-            lock.try_lock().wait(SOON).map(drop).boxed()
+            lock.try_lock_for(SOON).into_future().map(drop).boxed()
         }),
         ("run", |lock| lock.run(async {}).map(drop).boxed()),
-        ("scope", |lock| Owner::scope(lock.lock()).map(drop).boxed()),
+        ("scope", |lock| {
+            Owner::scope(lock.lock().into_future()).map(drop).boxed()
+        }),
         ("is_locked", |lock| {
             async move { drop(lock.is_locked().await) }.boxed()
         }),
         ("remaining_ttl", |lock| {
-            async move { drop(lock.remaining_ttl().await) }.boxed()
+            async move { drop(ttl(&lock).await) }.boxed()
         }),
         ("owners", |lock| {
-            async move { drop(lock.owners().await) }.boxed()
+            async move { drop(lock.inspect().await) }.boxed()
         }),
         ("hold_count", |lock| {
-            Owner::scope(async move { drop(lock.hold_count().await) }).boxed()
+            Owner::scope(async move { drop(hold_count(&lock).await) }).boxed()
         }),
         ("unlock", |lock| {
             Owner::scope(async move { drop(lock.unlock().await) }).boxed()
@@ -501,7 +515,7 @@ async fn what_is_dropped_after_one_poll_leaves_nothing() {
     for (kind, begin) in kinds {
         for held in [false, true] {
             let lock = client.lock(unique("stock"));
-            let theirs = other.lock(lock.name().unwrap());
+            let theirs = other.lock(lock.name());
             let guard = if held {
                 Some(theirs.lock().await.unwrap())
             } else {
@@ -546,7 +560,7 @@ async fn a_give_back_that_is_dropped_after_one_poll_is_finished() {
         wait_until("a guard is given back", SOON, || keys(&mut redis) == 0);
 
         Owner::scope(async {
-            lock.lock().await.unwrap().forget();
+            let _ = lock.lock().await.unwrap().detach();
             let mut unlock = Box::pin(lock.unlock());
             let _ = poll!(&mut unlock);
             drop(unlock);
@@ -616,7 +630,7 @@ async fn an_abandoned_win_takes_nothing_of_its_owners_next_hold() {
     let lock = client.lock(&name);
     for round in 0..200 {
         Owner::scope(async {
-            let mut abandoned = lock.lock();
+            let mut abandoned = lock.lock().into_future();
             let _ = poll!(&mut abandoned);
             for _ in 0..round % 8 {
                 yield_now().await;

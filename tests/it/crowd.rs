@@ -154,7 +154,7 @@ impl Crowd {
         });
     }
 
-    /// Frees the lock by hand, as a owner in another process does; with or without a message.
+    /// Frees the lock by hand, as an owner in another process does; with or without a message.
     fn free(&mut self, told: bool) {
         let mut free = redis::pipe();
         free.atomic().del(&self.lock);
@@ -300,7 +300,7 @@ async fn worker_process() {
     let client = builder.connect(&setting("URL")).await.unwrap();
     let lock = client.lock(setting("LOCK"));
     let mut requests: Vec<_> = (0..setting("WAITERS").parse().unwrap())
-        .map(|_| lock.lock())
+        .map(|_| lock.lock().into_future())
         .collect();
     for request in &mut requests {
         // The first poll takes the place in the line.

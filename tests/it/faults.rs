@@ -140,7 +140,7 @@ async fn an_acquire_that_failed_in_front_of_a_paused_server_leaves_nothing() {
         assert!(
             matches!(
                 outcome,
-                Err(Error::Unknown {
+                Err(Error::OutcomeUnknown {
                     step: Step::Acquire,
                     ..
                 })
@@ -169,7 +169,7 @@ async fn an_acquire_that_failed_in_a_network_without_replies_leaves_nothing() {
     assert!(
         matches!(
             outcome,
-            Err(Error::Unknown {
+            Err(Error::OutcomeUnknown {
                 step: Step::Acquire,
                 ..
             })
@@ -197,7 +197,7 @@ async fn an_acquire_that_the_network_brings_late_leaves_nothing() {
         assert!(
             matches!(
                 outcome,
-                Err(Error::Unknown {
+                Err(Error::OutcomeUnknown {
                     step: Step::Acquire,
                     ..
                 })
@@ -236,7 +236,7 @@ async fn an_unlock_that_was_sent_twice_and_arrives_late_takes_nothing_from_its_o
     let proxy = Proxy::start(&server).await;
     let client = quick().connect(&proxy.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     Owner::scope(async {
         let first = lock.lock().await.unwrap();
         proxy.stall();
@@ -329,7 +329,7 @@ async fn a_refusal_of_the_repeats_does_not_hide_that_the_outcome_is_unknown() {
         .unwrap();
     let name = unique("stock");
     proxy.set(Way::Replies, Flow::Hold);
-    let acquire = tokio::spawn(client.lock(&name).try_lock());
+    let acquire = tokio::spawn(client.lock(&name).try_lock().into_future());
     wait_until("the acquire has run", SOON, || exists(&mut redis, &name));
     // From now on the server refuses whatever writes.
     replicas_needed(&mut redis, 1);
@@ -340,7 +340,7 @@ async fn a_refusal_of_the_repeats_does_not_hide_that_the_outcome_is_unknown() {
     assert!(
         matches!(
             outcome,
-            Err(Error::Unknown {
+            Err(Error::OutcomeUnknown {
                 step: Step::Acquire,
                 ..
             })
@@ -367,7 +367,7 @@ async fn an_unlock_of_unknown_outcome_is_settled_later() {
     assert!(
         matches!(
             outcome,
-            Err(Error::Unknown {
+            Err(Error::OutcomeUnknown {
                 step: Step::Release,
                 ..
             })
@@ -425,7 +425,7 @@ async fn a_client_without_a_network_disturbs_no_other() {
     assert!(
         matches!(
             outcome,
-            Err(Error::Unknown {
+            Err(Error::OutcomeUnknown {
                 step: Step::Acquire,
                 ..
             })

@@ -123,7 +123,7 @@ async fn a_repeated_force_unlock_takes_no_later_possession() {
     let outside = LockClient::connect(&server.url()).await.unwrap();
     for round in 1..=ROUNDS {
         let lock = client.lock(unique("stock"));
-        let name = lock.name().unwrap();
+        let name = lock.name().to_owned();
         let again = {
             let lock = lock.clone();
             let locks_twice = async move {

@@ -1,4 +1,4 @@
-//! A force unlock in between the operations of a owner of its own client: it finds whoever the
+//! A force unlock in between the operations of an owner of its own client: it finds whoever the
 //! server names, also while that one comes or goes, and takes nothing else from it.
 
 use std::time::Duration;
@@ -11,7 +11,7 @@ use redisson_lock::{LockClient, Owner, OwnerExt};
 use tokio::time::{sleep, timeout};
 
 const SOON: Duration = Duration::from_secs(20);
-/// What no test waits for, and what is not renewed: only the client itself could tell such a owner.
+/// What no test waits for, and what is not renewed: only the client itself could tell such an owner.
 const LEASE: Duration = Duration::from_secs(600);
 
 fn ms(millis: u64) -> Duration {
@@ -20,13 +20,13 @@ fn ms(millis: u64) -> Duration {
 
 /// The server has granted it, and the client does not know it yet.
 #[tokio::test]
-async fn a_owner_whose_grant_is_on_its_way_hears_of_a_force_unlock() {
+async fn an_owner_whose_grant_is_on_its_way_hears_of_a_force_unlock() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let other = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let parked = park(lock.lock().lease(LEASE));
     wait_until_async("it was granted", SOON, || {
         std::future::ready(exists(&mut redis, &name))
@@ -53,14 +53,14 @@ async fn a_owner_whose_grant_is_on_its_way_hears_of_a_force_unlock() {
 
 /// The same without a parked future: the caller's task is merely busy for a moment.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_owner_whose_task_is_busy_hears_of_a_force_unlock() {
+async fn an_owner_whose_task_is_busy_hears_of_a_force_unlock() {
     const ROUNDS: usize = 200;
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let other = LockClient::connect(&server.url()).await.unwrap();
     for round in 1..=ROUNDS {
         let lock = client.lock(unique("stock"));
-        let name = lock.name().unwrap();
+        let name = lock.name().to_owned();
         let owner = tokio::spawn(lock.lock().lease(LEASE).into_future());
         let forced = tokio::spawn(async move { lock.force_unlock().await });
         let (guard, forced) = (owner.await.unwrap().unwrap(), forced.await.unwrap());
@@ -83,7 +83,7 @@ async fn a_repeated_force_unlock_of_a_owner_that_is_leaving_takes_no_later_posse
     let outside = LockClient::connect(&server.url()).await.unwrap();
     for round in 1..=ROUNDS {
         let lock = client.lock(unique("stock"));
-        let name = lock.name().unwrap();
+        let name = lock.name().to_owned();
         let owner = Owner::new();
         let first = lock.lock().with_owner(owner).await.unwrap();
         proxy.next_reply_to(&[sha1_of("force_unlock")], Fate::Close);
@@ -127,7 +127,7 @@ async fn a_repeated_force_unlock_of_a_owner_whose_lease_ran_out_takes_no_later_p
     let outside = LockClient::connect(&server.url()).await.unwrap();
     for round in 1..=ROUNDS {
         let lock = client.lock(unique("stock"));
-        let name = lock.name().unwrap();
+        let name = lock.name().to_owned();
         let owner = Owner::new();
         let first = lock
             .lock()
@@ -165,7 +165,7 @@ async fn a_force_unlock_that_found_nothing_takes_nothing() {
     let proxy = Proxy::start(&server).await;
     let client = LockClient::connect(&proxy.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     proxy.set(Way::Both, Flow::Hold);
     proxy.close_now();
     // The client has to notice, and shows that to nobody. Then both wait for a connection.

@@ -3,7 +3,7 @@
 use std::future::ready;
 use std::time::{Duration, Instant};
 
-use crate::support::observe::{exists, pttl};
+use crate::support::observe::{exists, hold_count, pttl};
 use crate::support::server::{Server, unique, wait_until_async};
 use futures::poll;
 use redisson_lock::{Error, LockClient, Owner, OwnerExt};
@@ -29,7 +29,7 @@ async fn a_shutdown_leaves_the_key_of_a_forgotten_hold() {
     let name = unique("stock");
     let (lock, inner) = (client.lock(&name), client.lock(&name));
     let owner = Owner::new();
-    async { lock.lock().await.unwrap().forget() }
+    async { lock.lock().await.unwrap().detach() }
         .with_owner(owner)
         .await;
     // Another piece of the same owner's code, which the shutdown stops.
@@ -37,7 +37,7 @@ async fn a_shutdown_leaves_the_key_of_a_forgotten_hold() {
         async move { inner.run(std::future::pending::<()>()).await }.with_owner(owner),
     );
     wait_until_async("it runs", ms(10_000), || async {
-        lock.hold_count().with_owner(owner).await == Ok(2)
+        lock.hold_count_of(owner).await == Ok(2)
     })
     .await;
     // So that the shutdown takes half a second: a future that nobody polls.
@@ -62,7 +62,7 @@ async fn nobody_gets_in_before_the_lease_of_a_forgotten_hold_is_over() {
     let lock = client.lock(&name);
     let mut redis = server.connection();
     Owner::scope(async {
-        lock.lock().lease(ms(10_000)).await.unwrap().forget();
+        let _ = lock.lock().lease(ms(10_000)).await.unwrap().detach();
         let begun = Instant::now();
         let guard = lock.lock().lease(ms(10_000)).await.unwrap();
         guard.lost().await;
@@ -99,7 +99,7 @@ async fn a_failed_force_unlock(what: &str) {
     let (forced, unlocked, again) = Owner::scope(async {
         let mut guard = Some(lock.lock().lease(Duration::from_secs(3600)).await.unwrap());
         if what == "forgotten before" {
-            guard.take().unwrap().forget();
+            let _ = guard.take().unwrap().detach();
         }
         // The master has lost its replica for a while (the setting is what docs/safety.md advises).
         replicas("1");
@@ -107,7 +107,7 @@ async fn a_failed_force_unlock(what: &str) {
         assert!(matches!(forced, Err(Error::Server { .. })), "{forced:?}");
         replicas("0");
         if what == "forgotten after" {
-            guard.take().unwrap().forget();
+            let _ = guard.take().unwrap().detach();
         }
         let unlocked = match guard {
             Some(guard) => guard.unlock().await,
@@ -150,17 +150,18 @@ async fn repeated(owner: Owner) {
             .unwrap()
     };
     async {
-        lock.lock()
+        let _ = lock
+            .lock()
             .lease(Duration::from_secs(3600))
             .await
             .unwrap()
-            .forget();
+            .detach();
         rights("-del");
         let first = lock.unlock().await;
         assert!(matches!(first, Err(Error::Server { .. })), "{first:?}");
         rights("+del");
         let second = lock.unlock().await;
-        let count = lock.hold_count().await;
+        let count = hold_count(&lock).await;
         assert!(
             second.is_ok() || count == Ok(0),
             "the server's word is a hold count of {count:?}, and unlock says {second:?}"
@@ -191,10 +192,10 @@ async fn an_unlock_that_was_refused_stops_no_renewal_of_the_guard_beside_it() {
         .await
         .unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     Owner::scope(async {
         let guard = lock.lock().await.unwrap();
-        lock.lock().await.unwrap().forget();
+        let _ = lock.lock().await.unwrap().detach();
         let mut rights = |hset: &str| {
             redis::cmd("ACL")
                 .arg(&["SETUSER", "default", hset])

@@ -436,7 +436,7 @@ async fn the_shortest_lease_is_lost_and_leaves_nothing() {
             lost => assert_lost(lost, LostReason::Expired),
         }
         assert_lost(
-            bench.lock.run(pending::<()>()).lease(lease).await,
+            bench.lock.lock().lease(lease).run(pending::<()>()).await,
             LostReason::Expired,
         );
     }

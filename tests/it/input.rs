@@ -8,6 +8,7 @@ use std::net::TcpListener;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::support::observe::{hold_count, ttl};
 use crate::support::server::{Server, unique, wait_until};
 use redis::{Connection, cmd};
 use redisson_lock::{
@@ -74,7 +75,10 @@ impl Seen {
 /// What every request for a lock answers.
 async fn every_request(lock: &ReentrantLock, set: Set) -> Vec<Result<(), Error>> {
     let never = async { panic!("the future ran although the request was refused") };
-    let (mut locking, mut trying, mut running) = (lock.lock(), lock.try_lock(), lock.run(never));
+    let (mut locking, mut running) = (lock.lock(), lock.lock());
+    let mut trying = set
+        .wait
+        .map_or(lock.try_lock(), |wait| lock.try_lock_for(wait));
     if let Some(lease) = set.lease {
         (locking, trying, running) = (
             locking.lease(lease),
@@ -83,12 +87,12 @@ async fn every_request(lock: &ReentrantLock, set: Set) -> Vec<Result<(), Error>>
         );
     }
     if let Some(wait) = set.wait {
-        (locking, trying, running) = (locking.wait(wait), trying.wait(wait), running.wait(wait));
+        (locking, running) = (locking.timeout(wait), running.timeout(wait));
     }
     vec![
         locking.await.map(drop),
         trying.await.map(drop),
-        running.await,
+        running.run(never).await,
     ]
 }
 
@@ -117,11 +121,10 @@ async fn names_that_cannot_be_used_are_refused_before_anything_is_sent() {
         answers.push(lock.unlock().with_owner(owner).await);
         answers.push(lock.force_unlock().await.map(drop));
         answers.push(lock.is_locked().await.map(drop));
-        answers.push(lock.is_held().with_owner(owner).await.map(drop));
-        answers.push(lock.hold_count().with_owner(owner).await.map(drop));
-        answers.push(lock.remaining_ttl().await.map(drop));
-        answers.push(lock.owners().await.map(drop));
-        answers.push(lock.name().map(drop));
+        answers.push(lock.is_held_by(owner).await.map(drop));
+        answers.push(lock.hold_count_of(owner).await.map(drop));
+        answers.push(ttl(&lock).await.map(drop));
+        answers.push(lock.inspect().await.map(drop));
         for answer in answers {
             let Err(error @ Error::InvalidName { .. }) = answer else {
                 panic!("{answer:?}")
@@ -191,7 +194,7 @@ async fn odd_names_work_from_end_to_end() {
     for name in names {
         let shown: String = name.chars().take(40).collect();
         let (mine, theirs) = (one.lock(name), other.lock(name));
-        assert_eq!(mine.name().unwrap(), name);
+        assert_eq!(mine.name(), name);
         let guard = mine
             .lock()
             .await
@@ -206,7 +209,7 @@ async fn odd_names_work_from_end_to_end() {
         );
         assert!(theirs.is_locked().await.unwrap());
         assert!(theirs.try_lock().await.unwrap().is_none(), "{shown:?}");
-        let waiting = tokio::spawn(theirs.lock());
+        let waiting = tokio::spawn(theirs.lock().into_future());
         wait_until("somebody waits", LIMIT, || {
             cmd("PUBSUB")
                 .arg("CHANNELS")
@@ -225,7 +228,7 @@ async fn odd_names_work_from_end_to_end() {
             .unwrap()
             .unwrap();
         let count = guard
-            .run(async { theirs.run(theirs.hold_count()).await })
+            .run(async { theirs.run(hold_count(&theirs)).await })
             .await;
         assert_eq!(count.unwrap().unwrap().unwrap(), 2, "{shown:?}");
         assert!(mine.force_unlock().await.unwrap(), "{shown:?}");
@@ -303,10 +306,10 @@ async fn waits_that_cannot_be_used_are_refused_before_anything_is_sent() {
         )
         .await
         {
-            let Err(Error::InvalidWait { wait }) = &answer else {
+            let Err(Error::InvalidTimeout { timeout, .. }) = &answer else {
                 panic!("{bad:?}: {answer:?}")
             };
-            assert_eq!(*wait, bad);
+            assert_eq!(*timeout, bad);
         }
     }
     assert_eq!(Seen::by(&mut observer), before);
@@ -318,34 +321,32 @@ async fn a_wait_of_zero_asks_once_and_the_longest_wait_waits() {
     let client = quiet().connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("wait"));
     lock.lock()
-        .wait(Duration::ZERO)
+        .timeout(Duration::ZERO)
         .await
         .unwrap()
         .unlock()
         .await
         .unwrap();
-    lock.run(async {}).wait(Duration::ZERO).await.unwrap();
-    let guard = lock.lock().wait(LONGEST).await.unwrap();
+    lock.lock()
+        .timeout(Duration::ZERO)
+        .run(async {})
+        .await
+        .unwrap();
+    let guard = lock.lock().timeout(LONGEST).await.unwrap();
     let begun = Instant::now();
-    let refused = lock.lock().wait(Duration::ZERO).await;
+    let refused = lock.lock().timeout(Duration::ZERO).await;
     assert!(
-        matches!(&refused, Err(Error::Contended { .. })),
+        matches!(&refused, Err(Error::AcquireTimeout { .. })),
         "{refused:?}"
     );
-    let refused = lock.run(async {}).wait(Duration::ZERO).await;
+    let refused = lock.lock().timeout(Duration::ZERO).run(async {}).await;
     assert!(
-        matches!(&refused, Err(Error::Contended { .. })),
+        matches!(&refused, Err(Error::AcquireTimeout { .. })),
         "{refused:?}"
     );
-    assert!(
-        lock.try_lock()
-            .wait(Duration::ZERO)
-            .await
-            .unwrap()
-            .is_none()
-    );
+    assert!(lock.try_lock_for(Duration::ZERO).await.unwrap().is_none());
     assert!(begun.elapsed() < LIMIT);
-    let waiting = tokio::spawn(lock.try_lock().wait(LONGEST));
+    let waiting = tokio::spawn(lock.try_lock_for(LONGEST).into_future());
     guard.unlock().await.unwrap();
     let guard = tokio::time::timeout(LIMIT, waiting)
         .await
@@ -656,7 +657,7 @@ async fn a_password_shows_nowhere() {
     let shown = format!(
         "{builder:?} {client:?} {lock:?} {guard:?} {:?} {:?}",
         lock.lock(),
-        lock.run(async {})
+        lock.try_lock()
     );
     assert!(!shown.contains(PASSWORD), "{shown}");
     guard.unlock().await.unwrap();
@@ -765,16 +766,15 @@ async fn a_wrong_login_is_a_typed_error_at_once() {
             .connect(&url)
             .await;
         let Err(Error::Server {
-            lock: None,
-            message,
+            lock: None, error, ..
         }) = &answer
         else {
             panic!("{url}: {answer:?}")
         };
         assert!(begun.elapsed() < LIMIT, "{:?}", begun.elapsed());
         assert!(
-            message.contains("WRONGPASS") || message.contains("NOAUTH"),
-            "{url}: {message}"
+            error.message().contains("WRONGPASS") || error.message().contains("NOAUTH"),
+            "{url}: {error}"
         );
     }
 }
@@ -833,6 +833,7 @@ async fn a_server_that_is_not_there_is_a_typed_error_at_once() {
         Err(Error::Timeout {
             step: Step::Connect,
             after: told,
+            ..
         }) => assert_eq!(*told, after),
         Err(Error::Connection { .. }) => {}
         other => panic!("{other:?}"),
@@ -929,13 +930,14 @@ async fn a_key_of_another_type_is_a_server_error_and_stays() {
         for (at, answer) in answers.into_iter().enumerate() {
             let Err(Error::Server {
                 lock: Some(lock),
-                message,
+                error,
+                ..
             }) = &answer
             else {
                 panic!("answer {at}: {answer:?}")
             };
             assert_eq!(*lock, name);
-            assert!(message.contains("WRONGTYPE"), "{message}");
+            assert!(error.message().contains("WRONGTYPE"), "{error}");
         }
         assert_eq!(dump(&mut observer), before);
         assert_eq!(
@@ -976,7 +978,7 @@ async fn a_key_that_becomes_another_type_ends_the_waiting_for_it() {
         .arg(1)
         .exec(&mut observer)
         .unwrap();
-    let waiting = tokio::spawn(client.lock(&name).lock());
+    let waiting = tokio::spawn(client.lock(&name).lock().into_future());
     wait_until("it waits", LIMIT, || {
         cmd("PUBSUB")
             .arg("CHANNELS")

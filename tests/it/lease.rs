@@ -1,4 +1,4 @@
-//! Leases: kept while they are held, never longer, and a owner hears of the end before anybody else
+//! Leases: kept while they are held, never longer, and an owner hears of the end before anybody else
 //! can begin.
 
 use std::sync::Arc;
@@ -101,7 +101,7 @@ async fn a_fixed_lease_is_not_renewed_and_its_end_is_told_before_a_rival_gets_in
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_owner_hears_with_the_next_renewal_that_its_key_is_gone() {
+async fn an_owner_hears_with_the_next_renewal_that_its_key_is_gone() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = watchdog(3_000).connect(&server.url()).await.unwrap();
@@ -170,17 +170,14 @@ async fn guarded_work_is_stopped_when_its_lock_is_lost() {
         .expect("the work was not stopped")
         .unwrap();
     assert!(dropped.load(Ordering::Acquire), "the work lives on");
-    assert_eq!(
-        outcome,
-        Err(Error::Lost {
-            lock: name,
-            reason: LostReason::Gone
-        })
+    assert!(
+        matches!(&outcome, Err(Error::Lost { lock, reason: LostReason::Gone, .. }) if *lock == name),
+        "{outcome:?}"
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_owner_that_is_cut_off_knows_of_its_loss_before_a_rival_gets_in() {
+async fn an_owner_that_is_cut_off_knows_of_its_loss_before_a_rival_gets_in() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = watchdog(2_000).connect(&proxy.url()).await.unwrap();
@@ -259,7 +256,7 @@ async fn wait_until_answered(client: &LockClient) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_owner_that_is_cut_off_for_half_its_lease_keeps_its_lock() {
+async fn an_owner_that_is_cut_off_for_half_its_lease_keeps_its_lock() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -365,7 +362,7 @@ async fn a_forgotten_hold_is_renewed_until_it_is_unlocked() {
     let name = unique("stock");
     let lock = client.lock(&name);
     Owner::scope(async {
-        lock.lock().await.unwrap().forget();
+        let _ = lock.lock().await.unwrap().detach();
         let begun = Instant::now();
         while begun.elapsed() < ms(4_000) {
             assert!(

@@ -148,14 +148,14 @@ async fn detached_hold() {
     };
     stops_growing("detached holds", 100 * HOLDS, async || {
         take(HOLDS).await.into_iter().for_each(|guard| {
-            guard.forget();
+            let _ = guard.detach();
         });
         wait_until("the leases have expired", LIMIT, || keys(&server) == 0);
     })
     .await;
 }
 
-/// Under a owner for each task an unlock may still come, and is told; but not for ever: the tasks
+/// Under an owner for each task an unlock may still come, and is told; but not for ever: the tasks
 /// may have ended.
 async fn lost_holds_of_tasks() {
     const REMEMBERED: usize = 1_000;
@@ -173,7 +173,7 @@ async fn lost_holds_of_tasks() {
                     .lease(Duration::from_millis(500))
                     .await
                     .unwrap()
-                    .forget()
+                    .detach()
             };
             tokio::spawn(locked).await.unwrap();
         }
@@ -187,11 +187,12 @@ async fn lost_holds_of_tasks() {
     .await;
     // This very task is among the latest.
     let lock = client.lock(unique("stock"));
-    lock.lock()
+    let _ = lock
+        .lock()
         .lease(Duration::from_millis(100))
         .await
         .unwrap()
-        .forget();
+        .detach();
     wait_until("its lease is over", LIMIT, || keys(&server) == 0);
     assert!(matches!(lock.unlock().await, Err(Error::Lost { .. })));
     assert!(matches!(lock.unlock().await, Err(Error::NotHeld { .. })));
@@ -215,10 +216,10 @@ async fn lost_holds_of_relocking_tasks() {
                     let take = || lock.lock().lease(Duration::from_millis(500));
                     let first = take().await.unwrap();
                     let lost = first.lost();
-                    first.forget();
+                    let _ = first.detach();
                     lost.await;
                     // The server forgets it a margin later.
-                    take().await.unwrap().forget();
+                    let _ = take().await.unwrap().detach();
                 })
             });
             for task in futures::future::join_all(tasks).await {

@@ -42,7 +42,7 @@ async fn an_unlock_does_not_wait_for_a_parked_reentry() {
     let parked = park(lock.lock().with_owner(owner));
     guard.unlock().await.expect("the server is well");
     // What the re-entry was granted is given back, because nobody comes for it.
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     until("the lock is free", || !exists(&mut redis, &name)).await;
     // It asks again when it is polled again.
     let late = timeout(LIMIT, parked)
@@ -77,7 +77,7 @@ async fn a_shutdown_does_not_wait_for_a_parked_reentry() {
     let began = Instant::now();
     client.shutdown().await.expect("the server is well");
     assert!(began.elapsed() < ms(10_000), "{:?}", began.elapsed());
-    assert!(!exists(&mut redis, &lock.name().unwrap()));
+    assert!(!exists(&mut redis, &lock.name()));
     let told = timeout(LIMIT, parked).await.expect("it was forgotten");
     assert!(
         matches!(told, Err(Error::Closed | Error::Lost { .. })),
@@ -95,7 +95,7 @@ async fn a_lock_that_a_parked_request_was_granted_is_given_back() {
         .await
         .unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let mut parked = park(lock.lock());
     until("it was granted", || exists(&mut redis, &name)).await;
     // Well before its lease of 30 s is over, and without anybody in this process who waits.
@@ -129,9 +129,9 @@ async fn a_parked_request_is_not_told_of_others_that_are_not_there() {
         .recheck_interval(ms(10_000));
     let client = builder.connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     for wait in [Duration::ZERO, ms(100)] {
-        let parked = park(lock.try_lock().wait(wait));
+        let parked = park(lock.try_lock_for(wait));
         until("it was granted", || exists(&mut redis, &name)).await;
         until("it was given back", || !exists(&mut redis, &name)).await;
         let told = timeout(LIMIT, parked)
@@ -152,7 +152,7 @@ async fn a_parked_request_that_is_dropped_leaves_nothing() {
         .await
         .unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     for wait in [0, 150, 300, 450, 600, 1200] {
         let parked = park(lock.lock());
         until("it was granted", || exists(&mut redis, &name)).await;
@@ -186,7 +186,7 @@ async fn a_parked_unlock_holds_nobody_up() {
     let again = timeout(LIMIT, locked_by(&lock, owner))
         .await
         .expect("it waits for an unlock that nobody polls");
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     assert_eq!(
         owner_counts(&mut redis, &name)
             .into_values()
@@ -241,7 +241,7 @@ async fn what_is_slow_and_polled_is_not_undone() {
         .await
         .unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let owner = Owner::new();
     let guard = locked_by(&lock, owner).await;
     let before = scripts(&mut redis);

@@ -40,7 +40,7 @@ fn a_counter_that_eight_processes_raise_under_the_lock_is_exact() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_owner_that_is_killed_frees_its_lock_within_its_lease() {
+async fn an_owner_that_is_killed_frees_its_lock_within_its_lease() {
     const LEASE: Duration = Duration::from_millis(2_000);
     let server = Server::shared_or_start();
     let mut redis = server.connection();

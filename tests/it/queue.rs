@@ -23,7 +23,7 @@ async fn waiters_that_went_away_from_a_silent_server_leave_one_attempt_behind() 
     let client = LockClient::connect(&proxy.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
     let other = LockClient::connect(&server.url()).await.unwrap();
-    let guard = other.lock(lock.name().unwrap()).lock().await.unwrap();
+    let guard = other.lock(lock.name()).lock().await.unwrap();
     let before = scripts(&mut redis);
     proxy.set(Way::Requests, Flow::Hold);
     for _ in 0..100 {
@@ -32,8 +32,8 @@ async fn waiters_that_went_away_from_a_silent_server_leave_one_attempt_behind() 
     proxy.set(Way::Requests, Flow::Pass);
     // The next one in line comes after all of them, and has an answer of its own.
     assert!(matches!(
-        lock.lock().wait(ms(1)).await,
-        Err(Error::Contended { .. })
+        lock.lock().timeout(ms(1)).await,
+        Err(Error::AcquireTimeout { .. })
     ));
     let asked = scripts(&mut redis) - before;
     assert!(
@@ -56,14 +56,14 @@ async fn behind_an_abandoned_attempt_nobody_is_told_that_others_hold_the_lock() 
     let lock = client.lock(unique("stock"));
     proxy.set(Way::Requests, Flow::Hold);
     assert!(timeout(ms(5), lock.lock()).await.is_err());
-    let told = lock.lock().wait(ms(10)).await.unwrap_err();
+    let told = lock.lock().timeout(ms(10)).await.unwrap_err();
     let honest = matches!(
         told,
         Error::Timeout {
             step: Step::EarlierOperation,
             ..
         } | Error::Connection { .. }
-            | Error::Unknown { .. }
+            | Error::OutcomeUnknown { .. }
     );
     assert!(honest, "{told:?}");
     proxy.set(Way::Requests, Flow::Pass);
@@ -87,8 +87,8 @@ async fn a_waiter_that_is_not_polled_while_it_sleeps_gives_way() {
         .unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
-    let mut parked = [lock.lock()];
-    poll_to_sleep(&mut redis, &lock.name().unwrap(), &mut parked).await;
+    let mut parked = [lock.lock().into_future()];
+    poll_to_sleep(&mut redis, &lock.name(), &mut parked).await;
     let [parked] = parked;
     guard.unlock().await.unwrap();
     // From here on nobody polls `parked`.
@@ -120,7 +120,7 @@ async fn a_waiter_that_is_not_polled_while_it_asks_gives_way() {
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
     let before = scripts(&mut redis);
-    let mut parked = Box::pin(lock.lock());
+    let mut parked = Box::pin(lock.lock().into_future());
     assert!((&mut parked).now_or_never().is_none());
     wait_until("its question was answered", LIMIT, || {
         scripts(&mut redis) > before
@@ -156,24 +156,25 @@ async fn behind_a_question_without_an_answer_nobody_is_told_that_others_hold_the
     let lock = client.lock(unique("stock"));
     proxy.set(Way::Requests, Flow::Hold);
     assert!(timeout(ms(5), lock.lock()).await.is_err());
-    let mut second = lock.lock();
+    let mut second = lock.lock().into_future();
     assert!(futures::poll!(&mut second).is_pending());
     let second = tokio::spawn(second);
-    let told = lock.lock().wait(ms(50)).await;
-    let tried = lock.try_lock().wait(ms(50)).await;
+    let told = lock.lock().timeout(ms(50)).await;
+    let tried = lock.try_lock_for(ms(50)).await;
     assert_eq!(
-        redis::cmd("EXISTS")
-            .arg(lock.name().unwrap())
-            .query(&mut redis),
+        redis::cmd("EXISTS").arg(lock.name()).query(&mut redis),
         Ok(0),
         "the test's own condition"
     );
     second.abort();
-    assert!(!matches!(told, Err(Error::Contended { .. })), "{told:?}");
+    assert!(
+        !matches!(told, Err(Error::AcquireTimeout { .. })),
+        "{told:?}"
+    );
     assert!(!matches!(tried, Ok(None)), "{tried:?}");
 }
 
-/// Outside any scope each acquisition has a owner of its own, which has done nothing before:
+/// Outside any scope each acquisition has an owner of its own, which has done nothing before:
 /// whoever looked for its earlier operation would not find one.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_timeout_behind_another_owners_attempt_does_not_blame_the_same_owner() {
@@ -194,7 +195,7 @@ async fn a_timeout_behind_another_owners_attempt_does_not_blame_the_same_owner()
             .await
             .is_err()
     );
-    let told = lock.lock().wait(ms(10)).await.unwrap_err();
+    let told = lock.lock().timeout(ms(10)).await.unwrap_err();
     assert!(
         matches!(told, Error::Timeout { .. }),
         "the test's own condition: {told:?}"
@@ -219,7 +220,9 @@ async fn all_in_line_hear_of_a_dead_server_after_the_retry_timeout() {
     let lock = client.lock(unique("stock"));
     server.kill();
     let begun = Instant::now();
-    let waiters: Vec<_> = (0..WAITERS).map(|_| tokio::spawn(lock.lock())).collect();
+    let waiters: Vec<_> = (0..WAITERS)
+        .map(|_| tokio::spawn(lock.lock().into_future()))
+        .collect();
     for waiter in waiters {
         timeout(2 * LIMIT, waiter)
             .await
@@ -261,7 +264,7 @@ async fn after_an_outage_the_waiters_do_not_storm() {
     }
     let waiters: Vec<_> = names
         .iter()
-        .map(|name| tokio::spawn(client.lock(name).lock()))
+        .map(|name| tokio::spawn(client.lock(name).lock().into_future()))
         .collect();
     wait_until("they wait", LIMIT, || channels(&mut redis) == LOCKS);
     let before = scripts(&mut redis);
@@ -301,11 +304,11 @@ async fn the_next_in_line_sleeps_no_longer_than_the_lease_of_the_one_before() {
         .unwrap();
     let other = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let guard = other.lock(&name).lock().await.unwrap();
-    let before = tokio::spawn(lock.lock().lease(ms(500)));
+    let before = tokio::spawn(lock.lock().lease(ms(500)).into_future());
     wait_until("it waits", LIMIT, || subscribers(&mut redis, &name) == 1);
-    let mut next = lock.lock();
+    let mut next = lock.lock().into_future();
     assert!(futures::poll!(&mut next).is_pending());
     let next = tokio::spawn(next);
     guard.unlock().await.unwrap();
@@ -321,7 +324,7 @@ async fn the_next_in_line_sleeps_no_longer_than_the_lease_of_the_one_before() {
     );
 }
 
-/// A owner's re-entry is kept and not polled, and its guard is dropped: nobody has the lock, and a
+/// An owner's re-entry is kept and not polled, and its guard is dropped: nobody has the lock, and a
 /// renewal for the sake of the re-entry would keep all others out for ever.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dropped_guard_is_not_renewed_for_ever_behind_a_reentry_that_is_not_polled() {
@@ -345,7 +348,7 @@ async fn a_dropped_guard_is_not_renewed_for_ever_behind_a_reentry_that_is_not_po
     };
     drop(guard);
     let rival = LockClient::connect(&server.url()).await.unwrap();
-    let got = timeout(LIMIT, rival.lock(lock.name().unwrap()).lock()).await;
+    let got = timeout(LIMIT, rival.lock(lock.name()).lock()).await;
     assert!(
         got.is_ok(),
         "still taken after {LIMIT:?}, with a lease of 0.9 s and no guard"
@@ -366,9 +369,9 @@ async fn many_that_are_not_polled_give_way_within_two_intervals() {
         .unwrap();
     let other = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let guard = other.lock(&name).lock().await.unwrap();
-    let mut parked: Vec<_> = (0..10).map(|_| lock.lock()).collect();
+    let mut parked: Vec<_> = (0..10).map(|_| lock.lock().into_future()).collect();
     poll_to_sleep(&mut redis, &name, &mut parked).await;
     guard.unlock().await.unwrap();
     let began = Instant::now();
@@ -397,7 +400,9 @@ async fn waiters_that_are_not_polled_have_given_way_after_two_intervals() {
         .unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
-    let mut parked: Vec<_> = (0..30).map(|_| Box::pin(lock.lock())).collect();
+    let mut parked: Vec<_> = (0..30)
+        .map(|_| Box::pin(lock.lock().into_future()))
+        .collect();
     for one in &mut parked {
         for _ in 0..3 {
             assert!(one.now_or_never().is_none());
@@ -408,7 +413,7 @@ async fn waiters_that_are_not_polled_have_given_way_after_two_intervals() {
     let mut took = Vec::new();
     for _ in 0..4 {
         let begun = Instant::now();
-        timeout(LIMIT, tokio::spawn(lock.lock()))
+        timeout(LIMIT, tokio::spawn(lock.lock().into_future()))
             .await
             .expect("nobody gets in")
             .unwrap()

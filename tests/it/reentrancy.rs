@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::support::bench::{Bench, LIMIT};
+use crate::support::observe::hold_count;
 use crate::support::server::{unique, wait_until, wait_until_async};
 use redisson_lock::{Error, LockClient, Owner, OwnerExt, OwnerPolicy, ReentrantLock};
 use tokio::runtime::Handle;
@@ -40,20 +41,20 @@ async fn a_nested_run_re_enters() {
     let lock = &bench.lock;
     let counts = lock
         .run(async {
-            let one = lock.hold_count().await.unwrap();
+            let one = hold_count(&lock).await.unwrap();
             let (two, three) = lock
                 .run(async {
-                    let two = lock.hold_count().await.unwrap();
+                    let two = hold_count(&lock).await.unwrap();
                     (
                         two,
-                        lock.run(async { lock.hold_count().await.unwrap() })
+                        lock.run(async { hold_count(&lock).await.unwrap() })
                             .await
                             .unwrap(),
                     )
                 })
                 .await
                 .unwrap();
-            [one, two, three, lock.hold_count().await.unwrap()]
+            [one, two, three, hold_count(&lock).await.unwrap()]
         })
         .await
         .unwrap();
@@ -68,18 +69,16 @@ async fn every_way_to_lock_re_enters_in_a_scope() {
     let (owner, guards) = Owner::scope(async {
         let guards = [
             lock.lock().await.unwrap(),
-            lock.lock().wait(Duration::ZERO).await.unwrap(),
+            lock.lock().timeout(Duration::ZERO).await.unwrap(),
             lock.lock().lease(LIMIT).await.unwrap(),
             lock.try_lock().await.unwrap().expect("a re-entry"),
-            lock.try_lock()
-                .wait(LIMIT)
+            lock.try_lock_for(LIMIT)
                 .lease(LIMIT)
                 .await
                 .unwrap()
                 .expect("a re-entry"),
         ];
-        assert_eq!(lock.hold_count().await.unwrap(), 5);
-        assert!(lock.is_held().await.unwrap());
+        assert_eq!(hold_count(&lock).await.unwrap(), 5);
         (Owner::current().unwrap(), guards)
     })
     .await;
@@ -89,7 +88,7 @@ async fn every_way_to_lock_re_enters_in_a_scope() {
     );
     assert!(guards.iter().all(|guard| guard.owner() == owner));
     assert_eq!(
-        lock.hold_count().await.unwrap(),
+        hold_count(&lock).await.unwrap(),
         0,
         "outside the scope nobody is the owner"
     );
@@ -133,7 +132,7 @@ async fn a_spawned_child_re_enters_only_if_the_owner_is_carried() {
             let child = tokio::spawn(
                 async move {
                     carried
-                        .run(async { carried.hold_count().await.unwrap() })
+                        .run(async { hold_count(&carried).await.unwrap() })
                         .await
                 }
                 .in_current_owner(),
@@ -160,10 +159,10 @@ async fn a_join_set_re_enters_with_the_owner_carried() {
             for _ in 0..8 {
                 let lock = lock.clone();
                 carried
-                    .spawn(async move { lock.lock().await.unwrap().forget() }.in_current_owner());
+                    .spawn(async move { lock.lock().await.unwrap().detach() }.in_current_owner());
             }
             let all = carried.join_all().await.len();
-            assert_eq!(lock.hold_count().await.unwrap(), 9);
+            assert_eq!(hold_count(&lock).await.unwrap(), 9);
             for _ in 0..8 {
                 let lock = lock.clone();
                 plain.spawn(async move { lock.try_lock().await.unwrap().is_some() });
@@ -191,7 +190,7 @@ async fn a_scope_ends_with_its_future() {
         .run(async {
             bench
                 .lock
-                .run(async { bench.lock.hold_count().await })
+                .run(async { hold_count(&bench.lock).await })
                 .await
         })
         .await;
@@ -209,9 +208,9 @@ async fn under_the_per_task_policy_a_task_re_enters_and_others_are_kept_out() {
         yield_now().await;
         let second = lock.try_lock().await.unwrap().expect("the same task");
         assert_eq!((first.owner(), second.owner()), (owner, owner));
-        assert_eq!(lock.hold_count().await.unwrap(), 2);
+        assert_eq!(hold_count(&lock).await.unwrap(), 2);
         (
-            lock.run(async { lock.hold_count().await.unwrap() })
+            lock.run(async { hold_count(&lock).await.unwrap() })
                 .await
                 .unwrap(),
             first,
@@ -241,12 +240,12 @@ async fn under_the_per_task_policy_a_thread_re_enters_and_other_threads_are_kept
         let runtime = Handle::current();
         // Each `block_on` is another future of the same thread.
         let thread = std::thread::spawn(move || {
-            let first = runtime.block_on(lock.try_lock()).unwrap()?;
+            let first = runtime.block_on(lock.try_lock().into_future()).unwrap()?;
             let second = runtime
-                .block_on(lock.try_lock())
+                .block_on(lock.try_lock().into_future())
                 .unwrap()
                 .expect("the same thread");
-            assert_eq!(runtime.block_on(lock.hold_count()).unwrap(), 2);
+            assert_eq!(runtime.block_on(hold_count(&lock)).unwrap(), 2);
             Some((first, second))
         });
         tokio::task::spawn_blocking(|| thread.join().unwrap())
@@ -274,8 +273,8 @@ async fn under_the_per_task_policy_a_task_gives_back_what_it_forgot() {
     let mut bench = Bench::shared(LockClient::builder().owner_policy(OwnerPolicy::PerTask)).await;
     let lock = bench.lock.clone();
     tokio::spawn(async move {
-        lock.lock().await.unwrap().forget();
-        lock.lock().await.unwrap().forget();
+        let _ = lock.lock().await.unwrap().detach();
+        let _ = lock.lock().await.unwrap().detach();
         let other = lock.clone();
         let stranger = tokio::spawn(async move { other.unlock().await })
             .await
@@ -285,7 +284,7 @@ async fn under_the_per_task_policy_a_task_gives_back_what_it_forgot() {
             "{stranger:?}"
         );
         lock.unlock().await.unwrap();
-        assert_eq!(lock.hold_count().await.unwrap(), 1);
+        assert_eq!(hold_count(&lock).await.unwrap(), 1);
         lock.unlock().await.unwrap();
     })
     .await
@@ -354,8 +353,7 @@ async fn two_branches_in_one_scope_that_wait_for_another_client_both_get_in() {
     let theirs = other.lock(&bench.name).lock().await.unwrap();
     let lock = bench.lock.clone();
     let waiting = tokio::spawn(Owner::scope(async move {
-        let (one, other, third) =
-            tokio::join!(lock.lock(), lock.lock(), lock.try_lock().wait(NEVER));
+        let (one, other, third) = tokio::join!(lock.lock(), lock.lock(), lock.try_lock_for(NEVER));
         (one.unwrap(), other.unwrap(), third.unwrap().unwrap())
     }));
     wait_until("they wait", LIMIT, || bench.is_waited_for());
@@ -376,7 +374,7 @@ async fn a_re_entry_does_not_queue_behind_those_who_wait() {
     let lock = bench.lock.clone();
     let owner = Owner::new();
     let outer = lock.lock().with_owner(owner).await.unwrap();
-    let waiting = tokio::spawn(bench.lock.lock());
+    let waiting = tokio::spawn(bench.lock.lock().into_future());
     wait_until("somebody waits", LIMIT, || bench.is_waited_for());
     let inner = tokio::time::timeout(LIMIT, lock.lock().with_owner(owner))
         .await
@@ -397,7 +395,7 @@ async fn a_re_entry_does_not_queue_behind_those_who_wait() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_owner_keeps_its_lock_exactly_as_long_as_its_last_hold() {
+async fn an_owner_keeps_its_lock_exactly_as_long_as_its_last_hold() {
     let mut bench = Bench::shared(LockClient::builder()).await;
     for outer_first in [true, false] {
         let lock = &bench.lock;
@@ -424,13 +422,13 @@ async fn two_clients_are_two_owners_even_in_one_scope() {
     Owner::scope(async {
         let _guard = bench.lock.lock().await.unwrap();
         assert!(other.lock(&bench.name).try_lock().await.unwrap().is_none());
-        assert_eq!(other.lock(&bench.name).hold_count().await.unwrap(), 0);
+        assert_eq!(hold_count(&other.lock(&bench.name)).await.unwrap(), 0);
     })
     .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_owner_holds_each_lock_on_its_own() {
+async fn an_owner_holds_each_lock_on_its_own() {
     let bench = Bench::shared(LockClient::builder()).await;
     let second = bench.client.lock(unique("reentrancy"));
     Owner::scope(async {
@@ -438,13 +436,13 @@ async fn a_owner_holds_each_lock_on_its_own() {
         let other = second.lock().await.unwrap();
         assert_eq!(
             (
-                bench.lock.hold_count().await.unwrap(),
-                second.hold_count().await.unwrap()
+                hold_count(&bench.lock).await.unwrap(),
+                hold_count(&second).await.unwrap()
             ),
             (1, 1)
         );
         one.unlock().await.unwrap();
-        assert!(second.is_held().await.unwrap());
+        assert_eq!(hold_count(&second).await.unwrap(), 1);
         other.unlock().await.unwrap();
     })
     .await;

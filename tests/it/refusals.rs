@@ -62,7 +62,7 @@ fn an_error_of_another_call_is_not_proved_by_the_reply_to_a_third() {
         let acquire = tokio::spawn(async move {
             lock.try_lock()
                 .await
-                .map(|g| g.map(|g| g.forget()).is_some())
+                .map(|g| g.map(|g| g.detach()).is_some())
         });
         wait_until_async("its reply is lost", SOON, || async { proxy.applied() == 1 }).await;
         assert!(exists(&mut redis, &name));
@@ -121,7 +121,9 @@ async fn who_stands_behind_a_refused_waiter_is_not_told_that_the_server_is_silen
             .exec(&mut redis)
             .is_err_and(|error| error.code() == Some("BUSY"))
     });
-    let waiters: Vec<_> = (0..WAITERS).map(|_| tokio::spawn(lock.lock())).collect();
+    let waiters: Vec<_> = (0..WAITERS)
+        .map(|_| tokio::spawn(lock.lock().into_future()))
+        .collect();
     let mut told = Vec::new();
     for waiter in waiters {
         told.push(waiter.await.unwrap().map(drop));
@@ -203,7 +205,7 @@ async fn one_unlock_frees_after_a_refused(release: Release) {
     let url = url_of_user(&mut redis, &server.url(), "~*");
     let client = LockClient::connect(&url).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     async {
         let first = lock.lock().await.unwrap();
         acl(&mut redis, &["-del", "-hdel"]);

@@ -60,7 +60,7 @@ async fn a_lost_reply_to_a_reentry_leaves_two_holds() {
         let proxy = Proxy::start(&server).await;
         let client = quick().connect(&proxy.url()).await.unwrap();
         let lock = client.lock(unique("stock"));
-        let name = lock.name().unwrap();
+        let name = lock.name().to_owned();
         let outer = lock.lock().await.unwrap();
         let field = owner_field(&client, outer.owner());
         proxy.next_reply_to(&[sha1_of("acquire"), &name], fate);
@@ -88,7 +88,7 @@ async fn a_lost_reply_to_an_unlock_is_no_error() {
         let proxy = Proxy::start(&server).await;
         let client = quick().connect(&proxy.url()).await.unwrap();
         let lock = client.lock(unique("stock"));
-        let name = lock.name().unwrap();
+        let name = lock.name().to_owned();
         let outer = lock.lock().await.unwrap();
         let inner = outer
             .run(async { lock.lock().await.unwrap() })
@@ -186,7 +186,7 @@ async fn a_connection_that_is_closed_in_the_middle_of_a_reply_spoils_no_count() 
             let inner = lock.lock().await.unwrap();
             assert_eq!(count(&mut redis, &name), 2, "{bytes}");
             close_at("acquire");
-            lock.try_lock().await.unwrap().expect("a re-entry").forget();
+            let _ = lock.try_lock().await.unwrap().expect("a re-entry").detach();
             assert_eq!(count(&mut redis, &name), 3, "{bytes}");
             close_at("release");
             lock.unlock().await.unwrap();
@@ -307,7 +307,7 @@ async fn a_reply_that_belongs_to_another_call_grants_no_lock() {
             .iter()
             .map(|name| {
                 let lock = client.lock(name);
-                tokio::spawn(async move { lock.try_lock().wait(ms(1_500)).await })
+                tokio::spawn(async move { lock.try_lock_for(ms(1_500)).await })
             })
             .collect();
         let mut guards = Vec::new();
@@ -351,9 +351,9 @@ async fn an_error_that_belongs_to_another_call_is_not_believed() {
     let forbidden = client.lock(unique("stock"));
     // The next reply on the connection takes the place of the one that is lost.
     proxy.next_reply_to(&["EVALSHA", &name], Fate::Swallow);
-    let acquire = tokio::spawn(client.lock(&name).lock());
+    let acquire = tokio::spawn(client.lock(&name).lock().into_future());
     wait_until("its reply is lost", SOON, || proxy.applied() == 1);
-    let refused = tokio::spawn(forbidden.try_lock());
+    let refused = tokio::spawn(forbidden.try_lock().into_future());
     let told = timeout(SOON, acquire).await.expect("it hangs").unwrap();
     let refused = timeout(SOON, refused).await.expect("it hangs").unwrap();
     assert!(refused.is_err(), "the test's own condition: {refused:?}");

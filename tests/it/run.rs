@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::support::bench::{BRIEF, Bench, LIMIT, assert_lost};
+use crate::support::observe::hold_count;
 use futures::FutureExt;
 use redisson_lock::{LockClient, LostReason, Owner};
 use tokio::sync::oneshot;
@@ -33,7 +34,7 @@ async fn a_guards_run_re_enters_and_keeps_the_guard() {
     let guard = lock.lock().await.unwrap();
     let count = guard
         .run(async {
-            lock.run(async { lock.hold_count().await.unwrap() })
+            lock.run(async { hold_count(&lock).await.unwrap() })
                 .await
                 .unwrap()
         })
@@ -77,15 +78,15 @@ async fn a_run_is_stopped_and_its_future_dropped_when_the_lock_is_lost() {
     for lease in [None, Some(Duration::from_millis(300))] {
         let (flag, dropped) = Flag::new();
         let (begun, running) = oneshot::channel();
-        let run = bench.lock.run(async move {
+        let request = match lease {
+            None => bench.lock.lock(),
+            Some(lease) => bench.lock.lock().lease(lease),
+        };
+        let run = request.run(async move {
             let _flag = flag;
             begun.send(()).unwrap();
             pending::<()>().await;
         });
-        let run = match lease {
-            None => run,
-            Some(lease) => run.lease(lease),
-        };
         let task = tokio::spawn(run);
         running.await.unwrap();
         let expected = match lease {

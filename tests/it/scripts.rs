@@ -121,7 +121,7 @@ impl Bench {
         one(self.eval(COUNT, &[(name, &[owner])]))
     }
 
-    /// Puts a owner there by hand, with an expiry in ms or without one.
+    /// Puts an owner there by hand, with an expiry in ms or without one.
     fn put(&mut self, name: &str, owner: &str, count: &str, expiry: Option<i64>) {
         self.do_(&["DEL", name]);
         self.do_(&["HSET", name, owner, count]);

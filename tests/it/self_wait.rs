@@ -52,7 +52,7 @@ async fn a_task_that_waits_for_itself_without_a_recheck_is_warned_too() {
     .await;
     let lock = bench.lock.clone();
     let task = tokio::spawn(async move {
-        lock.run(async { tokio::spawn(lock.clone().lock()).await })
+        lock.run(async { tokio::spawn(lock.clone().lock().into_future()).await })
             .await
             .is_ok()
     });
@@ -79,11 +79,11 @@ async fn waiting_for_another_task_or_thread_is_no_reason_to_warn() {
     let holding = {
         let (runtime, lock) = (runtime.clone(), lock.clone());
         tokio::task::spawn_blocking(move || {
-            std::thread::spawn(move || runtime.block_on(lock.lock()).unwrap()).join()
+            std::thread::spawn(move || runtime.block_on(lock.lock().into_future()).unwrap()).join()
         })
     };
     let guard = holding.await.unwrap().unwrap();
-    let task = tokio::spawn(lock.clone().lock());
+    let task = tokio::spawn(lock.clone().lock().into_future());
     wait_until("the task waits", LIMIT, || bench.is_waited_for());
     let scripts = bench.scripts();
     wait_until("the task asks again", LIMIT, || {
@@ -97,7 +97,7 @@ async fn waiting_for_another_task_or_thread_is_no_reason_to_warn() {
     task.abort();
     wait_until("the task has gone", LIMIT, || !bench.is_waited_for());
 
-    let thread = std::thread::spawn(move || runtime.block_on(lock.lock()).map(drop));
+    let thread = std::thread::spawn(move || runtime.block_on(lock.lock().into_future()).map(drop));
     wait_until("the thread waits", LIMIT, || bench.is_waited_for());
     let scripts = bench.scripts();
     wait_until("the thread asks again", LIMIT, || {

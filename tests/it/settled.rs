@@ -3,7 +3,7 @@
 use std::future::ready;
 use std::time::{Duration, Instant};
 
-use crate::support::observe::{connections, exists, expired};
+use crate::support::observe::{connections, exists, expired, hold_count};
 use crate::support::proxy::{Fate, Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until, wait_until_async};
 use redisson_lock::{Error, LockClient, Owner, Step};
@@ -38,7 +38,10 @@ async fn an_unknown_acquire_over_a_stale_record_leaves_nothing() {
         // From 0 to 1: the correction.
         proxy.next_reply_to(&[name.as_str(), "\r\n$1\r\n0\r\n$1\r\n1\r\n"], Fate::Close);
         let again = lock.lock().await;
-        assert!(matches!(again, Err(Error::Unknown { .. })), "{again:?}");
+        assert!(
+            matches!(again, Err(Error::OutcomeUnknown { .. })),
+            "{again:?}"
+        );
         assert_eq!(proxy.applied(), 1);
         assert!(guard.is_lost());
         drop(guard);
@@ -81,7 +84,7 @@ async fn a_failed_acquire_leaves_no_key_within_a_second_of_the_servers_return() 
             assert!(
                 matches!(
                     outcome,
-                    Err(Error::Unknown {
+                    Err(Error::OutcomeUnknown {
                         step: Step::Acquire,
                         ..
                     })
@@ -130,13 +133,13 @@ async fn a_failed_acquire_is_taken_back_soon_though_an_attempt_to_connect_stands
     let client = builder.connect(&proxy.url()).await.unwrap();
     let before = connections(&mut redis);
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     proxy.set(Way::Replies, Flow::Hold);
     let told = lock.lock().await;
     assert!(
         matches!(
             told,
-            Err(Error::Unknown {
+            Err(Error::OutcomeUnknown {
                 step: Step::Acquire,
                 ..
             })
@@ -390,7 +393,7 @@ async fn a_late_unlock_on_a_connection_to_a_server_that_was_busy_takes_nothing_f
 async fn the_late_unlock_takes_nothing(server: &Server, proxy: &Proxy, client: &LockClient) {
     let mut redis = server.connection();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let rival = LockClient::connect(&server.url()).await.unwrap();
     Owner::scope(async {
         let first = lock.lock().await.unwrap();
@@ -454,7 +457,7 @@ async fn a_release_of_a_reentry_works_without_memory() {
             .query(&mut redis)
             .unwrap();
         assert_eq!(inner.unlock().await, Ok(()));
-        assert_eq!(lock.hold_count().await, Ok(1));
+        assert_eq!(hold_count(&lock).await, Ok(1));
         assert_eq!(outer.unlock().await, Ok(()));
     })
     .await;

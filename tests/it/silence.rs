@@ -32,13 +32,13 @@ async fn a_waiter_whom_the_server_answers_is_not_told_that_it_answers_nobody() {
         .unwrap();
     let other = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let guard = other.lock(lock.name().unwrap()).lock().await.unwrap();
+    let guard = other.lock(lock.name()).lock().await.unwrap();
     // The reply to its question is lost with its connection, and from then on nobody polls it.
     proxy.next_reply_to(&["EVALSHA"], Fate::Close);
-    let mut parked = Box::pin(lock.lock());
+    let mut parked = Box::pin(lock.lock().into_future());
     assert!((&mut parked).now_or_never().is_none());
     wait_until("the reply is lost", LIMIT, || proxy.applied() == 1);
-    let waiting = tokio::spawn(lock.lock());
+    let waiting = tokio::spawn(lock.lock().into_future());
     let lost = scripts(&mut redis);
     // One question in 100 ms: the attempt without an answer is older than the retry timeout then.
     wait_until(
@@ -82,16 +82,16 @@ async fn contention_is_not_told_before_the_server_has_said_anything() {
         .unwrap();
     let lock = client.lock(unique("stock"));
     proxy.set(Way::Both, Flow::Hold);
-    let mut first = lock.lock();
+    let mut first = lock.lock().into_future();
     assert!(futures::poll!(&mut first).is_pending());
     let first = tokio::spawn(first);
-    let mut parked = lock.lock();
+    let mut parked = lock.lock().into_future();
     assert!(futures::poll!(&mut parked).is_pending());
-    let third = tokio::spawn(lock.lock().wait(ms(900)));
+    let third = tokio::spawn(lock.lock().timeout(ms(900)).into_future());
     first.await.unwrap().expect_err("the server is silent");
     let told = third.await.unwrap();
     assert!(
-        !matches!(told, Err(Error::Contended { .. })),
+        !matches!(told, Err(Error::AcquireTimeout { .. })),
         "the lock is free and no question was answered: {told:?}"
     );
     drop(parked);
@@ -111,10 +111,10 @@ async fn a_waiter_that_was_not_polled_asks_before_it_fails() {
         .unwrap();
     let lock = client.lock(unique("stock"));
     proxy.set(Way::Both, Flow::Hold);
-    let mut first = lock.lock();
+    let mut first = lock.lock().into_future();
     assert!(futures::poll!(&mut first).is_pending());
     let first = tokio::spawn(first);
-    let mut parked = lock.lock();
+    let mut parked = lock.lock().into_future();
     assert!(futures::poll!(&mut parked).is_pending());
     first.await.unwrap().expect_err("the server is silent");
     proxy.set(Way::Both, Flow::Pass);
@@ -152,12 +152,12 @@ async fn who_is_in_the_dark_hears_of_the_answer_also_before_one_that_was_absent(
         .unwrap();
     let other = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let guard = other.lock(&name).lock().await.unwrap();
-    let mut parked = [lock.lock()];
+    let mut parked = [lock.lock().into_future()];
     poll_to_sleep(&mut redis, &name, &mut parked).await;
     let [mut parked] = parked;
-    let front = tokio::spawn(lock.lock());
+    let front = tokio::spawn(lock.lock().into_future());
     // The one that is not polled may have sent one more.
     let before = scripts(&mut redis);
     wait_until("it is passed by, and the next one asks", LIMIT, || {
@@ -169,7 +169,7 @@ async fn who_is_in_the_dark_hears_of_the_answer_also_before_one_that_was_absent(
         scripts(&mut redis) > before
     });
     let began = Instant::now();
-    let mut dark = lock.try_lock().wait(ms(10));
+    let mut dark = lock.try_lock_for(ms(10)).into_future();
     assert!(futures::poll!(&mut dark).is_pending());
     let dark = tokio::spawn(dark);
     // Its wait is over by then.

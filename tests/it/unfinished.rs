@@ -27,7 +27,7 @@ async fn a_shutdown_gives_back_what_a_parked_acquire_was_granted() {
         .await
         .unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let parked = park(lock.lock());
     wait_until_async("it was granted", SOON, || {
         std::future::ready(exists(&mut redis, &name))
@@ -60,7 +60,7 @@ async fn a_shutdown_finishes_parked_unlocks() {
         .await
         .unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let owner = Owner::new();
     let one = lock.lock().with_owner(owner).await.unwrap();
     let two = lock.lock().with_owner(owner).await.unwrap();
@@ -85,7 +85,7 @@ async fn a_shutdown_finishes_an_unlock_that_its_caller_awaits() {
         .retry_timeout(ms(10_000));
     let client = builder.connect(&proxy.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     let guard = lock.lock().await.unwrap();
     proxy.set(Way::Both, Flow::Hold);
     let before = proxy.touched();
@@ -120,9 +120,9 @@ async fn a_shutdown_gives_back_what_an_acquire_that_its_caller_awaits_was_grante
         .retry_timeout(ms(10_000));
     let client = builder.connect(&proxy.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let name = lock.name().unwrap();
+    let name = lock.name().to_owned();
     proxy.set(Way::Replies, Flow::Hold);
-    let locking = tokio::spawn(lock.lock());
+    let locking = tokio::spawn(lock.lock().into_future());
     wait_until("it is granted", SOON, || exists(&mut redis, &name));
     let ending = tokio::spawn(async move { client.shutdown().await });
     sleep(ms(1_500)).await;

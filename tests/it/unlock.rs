@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::support::bench::{BRIEF, Bench, LIMIT, assert_lost, assert_not_held, why_lost};
+use crate::support::observe::hold_count;
 use crate::support::server::{Server, unique, wait_until};
 use futures::FutureExt;
 use redis::cmd;
@@ -127,7 +128,7 @@ async fn as_many_unlocks_at_once_as_forgotten_holds_free_the_lock() {
     let mut redis = server.connection();
     Owner::scope(async {
         for _ in 0..3 {
-            lock.lock().await.unwrap().forget();
+            let _ = lock.lock().await.unwrap().detach();
         }
         let (a, b, c) = tokio::join!(lock.unlock(), lock.unlock(), lock.unlock());
         assert!(
@@ -144,7 +145,7 @@ async fn as_many_unlocks_at_once_as_forgotten_holds_free_the_lock() {
 async fn a_forgotten_hold_stays_until_the_lock_is_unlocked_in_its_scope() {
     let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
     let owner = Owner::new();
-    bench.lock.lock().with_owner(owner).await.unwrap().forget();
+    let _ = bench.lock.lock().with_owner(owner).await.unwrap().detach();
     let begun = Instant::now();
     wait_until("the lease would be over", LIMIT, || {
         assert_eq!(bench.count(), 1, "it is not renewed");
@@ -162,8 +163,8 @@ async fn forgotten_holds_are_unlocked_one_by_one_and_not_once_more() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();
     Owner::scope(async {
-        lock.lock().await.unwrap().forget();
-        lock.lock().lease(LIMIT).await.unwrap().forget();
+        let _ = lock.lock().await.unwrap().detach();
+        let _ = lock.lock().lease(LIMIT).await.unwrap().detach();
         let guard = lock.lock().await.unwrap();
         assert_eq!(bench.count(), 3);
         lock.unlock().await.unwrap();
@@ -210,22 +211,24 @@ async fn a_forgotten_hold_that_was_lost_is_told_by_its_unlock() {
     let owner = Owner::new();
 
     // Found by the unlock itself.
-    lock.lock()
+    let _ = lock
+        .lock()
         .lease(LIMIT)
         .with_owner(owner)
         .await
         .unwrap()
-        .forget();
+        .detach();
     bench.delete();
     assert_lost(lock.unlock().with_owner(owner).await, LostReason::Gone);
 
     // Force-unlocked by this client.
-    lock.lock()
+    let _ = lock
+        .lock()
         .lease(LIMIT)
         .with_owner(owner)
         .await
         .unwrap()
-        .forget();
+        .detach();
     assert!(lock.force_unlock().await.unwrap());
     assert_lost(
         lock.unlock().with_owner(owner).await,
@@ -235,7 +238,7 @@ async fn a_forgotten_hold_that_was_lost_is_told_by_its_unlock() {
     // Found by a renewal.
     let guard = lock.lock().with_owner(owner).await.unwrap();
     let lost = guard.lost();
-    guard.forget();
+    let _ = guard.detach();
     bench.delete();
     assert_eq!(
         tokio::time::timeout(LIMIT, lost)
@@ -251,14 +254,14 @@ async fn a_forgotten_hold_that_was_lost_is_told_by_its_unlock() {
 async fn a_forgotten_hold_that_ran_out_is_told_by_its_unlock() {
     let mut bench = Bench::new().await;
     let owner = Owner::new();
-    bench
+    let _ = bench
         .lock
         .lock()
         .lease(Duration::from_millis(200))
         .with_owner(owner)
         .await
         .unwrap()
-        .forget();
+        .detach();
     bench.wait_until_free();
     assert_lost(
         bench.lock.unlock().with_owner(owner).await,
@@ -284,7 +287,7 @@ async fn a_forgotten_hold_that_was_lost_is_remembered_while_its_owner_locks_agai
     let mut lose_one = async || {
         let guard = lock.lock().with_owner(owner).await.unwrap();
         let lost = guard.lost();
-        guard.forget();
+        let _ = guard.detach();
         bench.delete();
         assert_eq!(
             tokio::time::timeout(LIMIT, lost)
@@ -303,7 +306,7 @@ async fn a_forgotten_hold_that_was_lost_is_remembered_while_its_owner_locks_agai
 
     // One that is there is given back first, so that nothing stays behind.
     lose_one().await;
-    lock.lock().with_owner(owner).await.unwrap().forget();
+    let _ = lock.lock().with_owner(owner).await.unwrap().detach();
     lock.unlock().with_owner(owner).await.unwrap();
     assert_eq!(bench.count(), 0);
     assert_lost(lock.unlock().with_owner(owner).await, LostReason::Gone);
@@ -318,12 +321,13 @@ async fn forgotten_holds_that_ran_out_are_each_told_within_the_latest_thousand()
     let mut forgotten = Vec::new();
     for _ in 0..HOLDS {
         let (lock, owner) = (bench.client.lock(unique("stock")), Owner::new());
-        lock.lock()
+        let _ = lock
+            .lock()
             .lease(Duration::from_secs(1))
             .with_owner(owner)
             .await
             .unwrap()
-            .forget();
+            .detach();
         forgotten.push((lock, owner));
     }
     wait_until("the leases are over", LIMIT, || {
@@ -339,8 +343,8 @@ async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();
     let owner = Owner::from_thread_id(52).unwrap();
-    lock.lock().with_owner(owner).await.unwrap().forget();
-    lock.lock().with_owner(owner).await.unwrap().forget();
+    let _ = lock.lock().with_owner(owner).await.unwrap().detach();
+    let _ = lock.lock().with_owner(owner).await.unwrap().detach();
     bench.client.shutdown().await.unwrap();
     assert_eq!(
         bench.count(),
@@ -367,7 +371,7 @@ async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
         "outside the scope it is somebody else's"
     );
     async {
-        assert_eq!(lock.hold_count().await.unwrap(), 2);
+        assert_eq!(hold_count(&lock).await.unwrap(), 2);
         let guard = lock.lock().await.unwrap();
         assert_eq!(bench.fields(), HashMap::from([(format!("{id}:52"), 3)]));
         guard.unlock().await.unwrap();
@@ -375,7 +379,7 @@ async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
         lock.unlock().await.unwrap();
         assert_eq!(bench.count(), 1);
         assert!(bench.pttl() > 15_000, "what is left gets the lease again");
-        lock.run(async { assert_eq!(lock.hold_count().await.unwrap(), 2) })
+        lock.run(async { assert_eq!(hold_count(&lock).await.unwrap(), 2) })
             .await
             .unwrap();
         assert_eq!(bench.count(), 1);
@@ -464,7 +468,7 @@ async fn forgotten_holds_that_are_unlocked_at_once_are_each_given_back() {
     let lock = client.lock(unique("forgotten"));
     Owner::scope(async {
         for _ in 0..HOLDS {
-            lock.lock().await.unwrap().forget();
+            let _ = lock.lock().await.unwrap().detach();
         }
         let unlocks: Vec<_> = (0..HOLDS)
             .map(|_| {

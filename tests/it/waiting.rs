@@ -7,7 +7,7 @@ use crate::support::observe::{channels, scripts, subscribers};
 use crate::support::server::{Server, unique, wait_until};
 use futures::poll;
 use rand::Rng;
-use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard};
+use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LockInfo};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
@@ -50,7 +50,7 @@ fn connections(redis: &mut redis::Connection, kind: &str) -> usize {
     list.lines().count()
 }
 
-/// Locks by hand, as a owner in another process does.
+/// Locks by hand, as an owner in another process does.
 fn hold_by_hand(redis: &mut redis::Connection, lock: &str) {
     redis::cmd("HSET")
         .arg(lock)
@@ -176,7 +176,7 @@ async fn waiters_of_one_process_are_served_in_their_order() {
     let served = Arc::new(Mutex::new(Vec::new()));
     let mut waiters = Vec::new();
     for number in 0..50 {
-        let mut request = lock.lock();
+        let mut request = lock.lock().into_future();
         // The first poll takes the place in the queue.
         assert!(poll!(&mut request).is_pending());
         let served = Arc::clone(&served);
@@ -204,7 +204,7 @@ async fn a_front_waiter_that_leaves_before_any_wakeup_passes_its_place_on() {
     let name = unique("stock");
     let lock = client.lock(&name);
     hold_by_hand(&mut redis, &name);
-    let (mut front, mut second) = (lock.lock(), lock.lock());
+    let (mut front, mut second) = (lock.lock().into_future(), lock.lock().into_future());
     assert!(poll!(&mut front).is_pending());
     assert!(poll!(&mut second).is_pending());
     let (front, second) = (tokio::spawn(front), tokio::spawn(second));
@@ -235,7 +235,9 @@ async fn a_wakeup_survives_the_waiter_that_it_was_for() {
         // The unlock's message comes from this client or from another one.
         let owner = if round % 2 == 0 { &client } else { &other };
         let guard = owner.lock(&name).lock().await.unwrap();
-        let mut requests: Vec<_> = (0..4).map(|_| client.lock(&name).lock()).collect();
+        let mut requests: Vec<_> = (0..4)
+            .map(|_| client.lock(&name).lock().into_future())
+            .collect();
         for request in &mut requests {
             assert!(poll!(request).is_pending());
         }
@@ -277,26 +279,29 @@ async fn a_wait_ends_in_time_and_says_how_long_and_for_what() {
     let guard = lock.lock().lease(MINUTE).await.unwrap();
 
     let begun = Instant::now();
-    let refused = lock.lock().wait(WAIT).await.unwrap_err();
+    let refused = lock.lock().timeout(WAIT).await.unwrap_err();
     assert!(
         (WAIT..10 * WAIT).contains(&begun.elapsed()),
         "{:?}",
         begun.elapsed()
     );
-    let Error::Contended {
+    let Error::AcquireTimeout {
         lock: name,
-        waited,
-        remaining_ttl: Some(left),
+        timeout,
+        held_by: Some(info),
+        ..
     } = refused
     else {
         panic!("{refused:?}")
     };
-    assert_eq!(name, lock.name().unwrap());
-    assert!((WAIT..10 * WAIT).contains(&waited), "{waited:?}");
+    assert_eq!(name, lock.name());
+    assert_eq!(timeout, WAIT);
+    assert_eq!(info.local_owner, Some(guard.owner()));
+    let left = info.ttl.unwrap();
     assert!(left <= MINUTE && left > MINUTE / 2, "{left:?}");
 
     let begun = Instant::now();
-    assert!(lock.try_lock().wait(WAIT).await.unwrap().is_none());
+    assert!(lock.try_lock_for(WAIT).await.unwrap().is_none());
     assert!(
         (WAIT..10 * WAIT).contains(&begun.elapsed()),
         "{:?}",
@@ -320,26 +325,21 @@ async fn a_wait_of_zero_asks_once() {
     let before = scripts(&mut redis);
     assert!(lock.try_lock().await.unwrap().is_none());
     assert_eq!(scripts(&mut redis), before + 1);
-    assert!(
-        lock.try_lock()
-            .wait(Duration::ZERO)
-            .await
-            .unwrap()
-            .is_none()
-    );
+    assert!(lock.try_lock_for(Duration::ZERO).await.unwrap().is_none());
     assert_eq!(scripts(&mut redis), before + 2);
-    let refused = lock.lock().wait(Duration::ZERO).await;
+    let refused = lock.lock().timeout(Duration::ZERO).await;
     assert!(
         matches!(
             refused,
-            Err(Error::Contended {
-                remaining_ttl: None,
+            Err(Error::AcquireTimeout {
+                held_by: Some(LockInfo { ttl: None, .. }),
                 ..
             })
         ),
         "{refused:?}"
     );
-    assert_eq!(scripts(&mut redis), before + 3);
+    // One attempt, and one look at who holds the lock for the error.
+    assert_eq!(scripts(&mut redis), before + 4);
     assert_eq!(commandstat(&mut redis, "subscribe", "calls"), 0);
 }
 
@@ -598,7 +598,10 @@ async fn futures_that_are_dropped_anywhere_leave_nothing() {
             tokio::spawn(async move {
                 for _ in 0..FUTURES / TASKS {
                     let (way, at, pause) = rand::rng().random::<(u8, u8, u16)>();
-                    let mut request = client.lock(&names[at as usize % names.len()]).lock();
+                    let mut request = client
+                        .lock(&names[at as usize % names.len()])
+                        .lock()
+                        .into_future();
                     match way % 4 {
                         0 => drop(request),
                         1 => drop(poll!(&mut request)),

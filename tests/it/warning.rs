@@ -85,7 +85,7 @@ async fn branches_of_a_join_that_take_turns_get_no_advice_that_ends_their_exclus
 #[tokio::test]
 async fn a_fresh_scope_inside_run_is_warned() {
     let told = heard(async |lock| {
-        let nested = Owner::scope(async { lock.lock().wait(BRIEF).await.map(drop) });
+        let nested = Owner::scope(async { lock.lock().timeout(BRIEF).await.map(drop) });
         lock.run(nested).await.unwrap().unwrap_err();
     })
     .await;
@@ -98,8 +98,11 @@ async fn a_fresh_scope_inside_run_is_warned() {
 #[tokio::test]
 async fn a_task_that_uses_a_guard_from_another_task_is_warned() {
     let told = heard(async |lock| {
-        let guard = tokio::spawn(lock.lock()).await.unwrap().unwrap();
-        let nested = Owner::scope(async { lock.lock().wait(BRIEF).await.map(drop) });
+        let guard = tokio::spawn(lock.lock().into_future())
+            .await
+            .unwrap()
+            .unwrap();
+        let nested = Owner::scope(async { lock.lock().timeout(BRIEF).await.map(drop) });
         guard.run(nested).await.unwrap().unwrap_err();
         guard.unlock().await.unwrap();
     })
@@ -114,14 +117,17 @@ async fn a_task_that_uses_a_guard_from_another_task_is_warned() {
 #[tokio::test]
 async fn a_long_wait_for_a_lock_of_the_same_client_is_warned() {
     let handed_over = heard(async |lock| {
-        let guard = tokio::spawn(lock.lock()).await.unwrap().unwrap();
-        lock.lock().wait(5 * BRIEF).await.unwrap_err();
+        let guard = tokio::spawn(lock.lock().into_future())
+            .await
+            .unwrap()
+            .unwrap();
+        lock.lock().timeout(5 * BRIEF).await.unwrap_err();
         guard.unlock().await.unwrap();
     })
     .await;
     let child_without_the_owner = heard(async |lock| {
         let inner = lock.clone();
-        let child = async move { inner.lock().wait(5 * BRIEF).await.map(drop) };
+        let child = async move { inner.lock().timeout(5 * BRIEF).await.map(drop) };
         lock.run(async { tokio::spawn(child).await.unwrap() })
             .await
             .unwrap()
@@ -147,7 +153,7 @@ async fn a_task_whose_lock_was_granted_late_is_warned_of_itself() {
     let _listening = log.listen();
     for late in [false, true] {
         let lock = client.lock(unique("stock"));
-        let name = lock.name().unwrap();
+        let name = lock.name().to_owned();
         if late {
             server.pause();
         }
@@ -159,7 +165,7 @@ async fn a_task_whose_lock_was_granted_late_is_warned_of_itself() {
         };
         let (outer, ()) = tokio::join!(lock.lock(), resume);
         let _outer = outer.unwrap();
-        assert!(lock.try_lock().wait(BRIEF).await.unwrap().is_none());
+        assert!(lock.try_lock_for(BRIEF).await.unwrap().is_none());
         let told = log.warnings();
         let warned = |line: &str| {
             line.contains("waits for a lock that it holds itself") && line.contains(&name)

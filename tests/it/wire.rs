@@ -4,6 +4,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
+use crate::support::observe::ttl;
 use crate::support::server::{Server, unique, wait_until};
 use redis::{Connection, Value, cmd};
 use redisson_lock::{Error, LockClient, LockClientBuilder, Owner, OwnerExt, ReentrantLock};
@@ -81,7 +82,7 @@ impl Bench {
         );
     }
 
-    /// A owner that no library of ours made, with an expiry in ms or without one.
+    /// An owner that no library of ours made, with an expiry in ms or without one.
     fn put_java(&mut self, count: &str, expiry: Option<i64>) {
         let name = self.name.clone();
         self.do_(&["HSET", &name, JAVA, count]);
@@ -301,7 +302,7 @@ async fn a_release_publishes_once_on_the_channel_of_redissons_brace_rule() {
                 == 0
         });
         assert_eq!(listener.heard(&mut bench.observer), expected);
-        lock.lock().await.unwrap().forget();
+        let _ = lock.lock().await.unwrap().detach();
         assert!(lock.force_unlock().await.unwrap());
         assert_eq!(listener.heard(&mut bench.observer), expected);
         assert!(!lock.force_unlock().await.unwrap());
@@ -332,9 +333,9 @@ async fn a_foreign_owner_is_respected_and_its_unlock_wakes_a_waiter() {
     let begun = Instant::now();
     bench.put_java("1", Some(WATCHDOG));
     assert!(bench.lock.try_lock().await.unwrap().is_none());
-    let refused = bench.lock.lock().wait(Duration::from_millis(50)).await;
+    let refused = bench.lock.lock().timeout(Duration::from_millis(50)).await;
     assert!(
-        matches!(&refused, Err(Error::Contended { .. })),
+        matches!(&refused, Err(Error::AcquireTimeout { .. })),
         "{refused:?}"
     );
     assert_eq!(
@@ -343,7 +344,7 @@ async fn a_foreign_owner_is_respected_and_its_unlock_wakes_a_waiter() {
     );
     bench.assert_ttl(WATCHDOG, begun);
 
-    let waiting = tokio::spawn(bench.lock.lock());
+    let waiting = tokio::spawn(bench.lock.lock().into_future());
     wait_until("it waits", LIMIT, || bench.subscribers() == 1);
     bench.do_(&["DEL", &name]);
     bench.do_(&["PUBLISH", &channel(&name), "0"]);
@@ -379,7 +380,7 @@ async fn a_foreign_owner_that_locks_again_before_the_waiter_goes_on_being_respec
     let mut bench = Bench::new().await;
     let name = bench.name.clone();
     bench.put_java("1", Some(WATCHDOG));
-    let waiting = tokio::spawn(bench.lock.lock());
+    let waiting = tokio::spawn(bench.lock.lock().into_future());
     wait_until("it waits", LIMIT, || bench.subscribers() == 1);
     for _ in 0..20 {
         // Freed, told and taken again in one step.
@@ -407,7 +408,7 @@ async fn messages_without_an_unlock_do_no_harm() {
     let mut bench = Bench::new().await;
     let name = bench.name.clone();
     bench.put_java("1", Some(WATCHDOG));
-    let waiting = tokio::spawn(bench.lock.lock());
+    let waiting = tokio::spawn(bench.lock.lock().into_future());
     wait_until("it waits", LIMIT, || bench.subscribers() == 1);
     for message in [
         "0",
@@ -444,7 +445,7 @@ async fn messages_without_an_unlock_do_no_harm() {
         .unwrap()
         .unwrap();
 
-    // A owner that is told "unlocked" is the owner all the same.
+    // An owner that is told "unlocked" is the owner all the same.
     bench.do_(&["PUBLISH", &channel(&name), "0"]);
     assert!(!guard.is_lost());
     assert_eq!(bench.fields().len(), 1);
@@ -504,7 +505,7 @@ async fn scripts_that_the_server_forgot_are_sent_again() {
             ["1"],
             "once, not twice"
         );
-        let waiting = tokio::spawn(other.lock(&bench.name).lock());
+        let waiting = tokio::spawn(other.lock(&bench.name).lock().into_future());
         wait_until("somebody waits", LIMIT, || bench.subscribers() == 1);
         bench.do_(&["SCRIPT", "FLUSH"]);
         guard.unlock().await.unwrap();
@@ -554,13 +555,13 @@ async fn questions_agree_with_the_keys() {
 
     // An absent lock.
     let owner = Owner::new();
-    let held = || lock.is_held().with_owner(owner);
-    let count = || lock.hold_count().with_owner(owner);
+    let held = || lock.is_held_by(owner);
+    let count = || lock.hold_count_of(owner);
     assert!(!lock.is_locked().await.unwrap());
     assert!(!held().await.unwrap());
     assert_eq!(count().await.unwrap(), 0);
-    assert_eq!(lock.remaining_ttl().await.unwrap(), None);
-    assert_eq!(lock.owners().await.unwrap(), []);
+    assert_eq!(ttl(&lock).await.unwrap(), None);
+    assert_eq!(lock.inspect().await.unwrap(), None);
 
     // Our own.
     let guards = [
@@ -570,22 +571,20 @@ async fn questions_agree_with_the_keys() {
     assert!(lock.is_locked().await.unwrap());
     assert!(held().await.unwrap());
     assert_eq!(count().await.unwrap(), 2);
-    assert!(!lock.is_held().await.unwrap(), "outside the scope");
     assert!(
-        !lock.is_held().with_owner(Owner::new()).await.unwrap(),
+        !lock.is_held_by(Owner::new()).await.unwrap(),
         "another owner"
     );
-    let ttl = lock.remaining_ttl().await.unwrap().unwrap().as_millis() as i64;
+    let left = ttl(&lock).await.unwrap().unwrap().as_millis() as i64;
     let pttl = bench.pttl();
     assert!(
-        ttl >= pttl && ttl <= WATCHDOG && ttl - pttl < 5_000,
-        "{ttl} told, {pttl} there"
+        left >= pttl && left <= WATCHDOG && left - pttl < 5_000,
+        "{left} told, {pttl} there"
     );
-    let [holding] = &lock.owners().await.unwrap()[..] else {
-        panic!("one owner")
-    };
+    let info = lock.inspect().await.unwrap().expect("an owner");
+    assert_eq!(info.local_owner, Some(owner));
     assert_eq!(
-        (holding.owner.clone(), holding.count.to_string()),
+        (info.owner, info.hold_count.to_string()),
         bench.fields().pop_first().unwrap()
     );
     for guard in guards {
@@ -598,15 +597,14 @@ async fn questions_agree_with_the_keys() {
         assert!(lock.is_locked().await.unwrap());
         assert!(!held().await.unwrap());
         assert_eq!(count().await.unwrap(), 0);
-        let ttl = lock.remaining_ttl().await.unwrap().unwrap();
+        let left = ttl(&lock).await.unwrap().unwrap();
         match expiry {
-            Some(_) => assert!((15_000..=20_000).contains(&ttl.as_millis()), "{ttl:?}"),
-            None => assert_eq!(ttl, Duration::MAX),
+            Some(_) => assert!((15_000..=20_000).contains(&left.as_millis()), "{left:?}"),
+            None => assert_eq!(left, Duration::MAX),
         }
-        let [holding] = &lock.owners().await.unwrap()[..] else {
-            panic!("one owner")
-        };
-        assert_eq!((holding.owner.as_str(), holding.count), (JAVA, 3));
+        let info = lock.inspect().await.unwrap().expect("an owner");
+        assert_eq!((info.owner.as_str(), info.hold_count), (JAVA, 3));
+        assert_eq!(info.local_owner, None);
         bench.do_(&["DEL", &name]);
     }
 }
@@ -621,43 +619,32 @@ async fn questions_about_what_is_no_lock_are_errors_where_they_cannot_be_answere
     let check = |error: Result<(), Error>, what: &str| match error {
         Err(Error::Server {
             lock: Some(lock),
-            message,
+            error,
+            ..
         }) => {
             assert_eq!(lock, name);
-            assert!(message.contains(what), "{message}");
+            assert!(error.message().contains(what), "{error}");
         }
         other => panic!("{other:?}"),
     };
 
     bench.do_(&["SET", &name, "text"]);
     assert!(lock.is_locked().await.unwrap(), "nobody can take it");
-    assert_eq!(lock.remaining_ttl().await.unwrap(), Some(Duration::MAX));
-    check(
-        lock.is_held().with_owner(owner).await.map(drop),
-        "WRONGTYPE",
-    );
-    check(
-        lock.hold_count().with_owner(owner).await.map(drop),
-        "WRONGTYPE",
-    );
-    check(lock.owners().await.map(drop), "WRONGTYPE");
+    assert_eq!(ttl(&lock).await.unwrap(), Some(Duration::MAX));
+    check(lock.is_held_by(owner).await.map(drop), "WRONGTYPE");
+    check(lock.hold_count_of(owner).await.map(drop), "WRONGTYPE");
+    check(lock.inspect().await.map(drop), "WRONGTYPE");
     assert_eq!(bench.run::<String>(&["GET", &name]), "text");
 
     for count in ["many", "-1", "1.5", "9223372036854775808"] {
         bench.do_(&["DEL", &name]);
         bench.do_(&["HSET", &name, &field, count]);
-        check(lock.is_held().with_owner(owner).await.map(drop), "number");
-        check(
-            lock.hold_count().with_owner(owner).await.map(drop),
-            "number",
-        );
-        check(lock.owners().await.map(drop), "number");
+        check(lock.is_held_by(owner).await.map(drop), "number");
+        check(lock.hold_count_of(owner).await.map(drop), "number");
+        check(lock.inspect().await.map(drop), "number");
     }
     bench.do_(&["HSET", &name, &field, "9223372036854775807"]);
-    assert_eq!(
-        lock.hold_count().with_owner(owner).await.unwrap(),
-        i64::MAX as u64
-    );
+    assert_eq!(lock.hold_count_of(owner).await.unwrap(), i64::MAX as u64);
     let over = lock.lock().with_owner(owner).await.map(drop);
     check(over, "limit");
     assert_eq!(

@@ -166,12 +166,12 @@ async fn a_loss_is_told_once_for_each_hold_that_was_lost() {
     let lock = client.lock(unique("told"));
     let delete = || {
         redis::cmd("DEL")
-            .arg(lock.name().unwrap())
+            .arg(lock.name())
             .exec(&mut server.connection())
             .unwrap()
     };
     let told = async {
-        lock.lock().await.unwrap().forget();
+        let _ = lock.lock().await.unwrap().detach();
         delete();
         let guard = lock.lock().await.unwrap();
         delete();

@@ -7,9 +7,9 @@ use futures::FutureExt;
 use proptest::test_runner::TestCaseError;
 use proptest::{prop_assert, prop_assert_eq};
 use redis::cmd;
-use redisson_lock::{LockGuard, OwnerExt};
+use redisson_lock::{LockGuard, LockInfo};
 
-use crate::reference::Span;
+use crate::reference::{Held, Span};
 use crate::support::server::wait_until;
 use crate::world::{Guarded, LIMIT, Outcome, World};
 
@@ -66,38 +66,38 @@ impl World<'_> {
         Ok(())
     }
 
+    /// Whether what a client says of a lock is so.
+    pub fn assert_info(&self, held: &Held, info: &LockInfo, client: usize, read: Span) -> Outcome {
+        let field = self.owner_field(held.owner);
+        prop_assert_eq!((&info.owner, info.hold_count), (&field, held.count));
+        let local = field.starts_with(&self.bench.clients[client].client_id().to_string());
+        let expected = local.then(|| self.owners[held.owner]);
+        prop_assert_eq!(info.local_owner, expected);
+        assert_left(info.ttl.expect("an expiry"), held.expires, read)
+    }
+
     /// What the library says about a lock, to one of the clients and to its owner and another
     /// owner.
     pub async fn ask(&self, lock: usize, client: usize, who: usize) -> Outcome {
         let held = &self.model.locks[lock];
         let real = self.lock(client, lock);
         prop_assert_eq!(real.is_locked().await, Ok(held.is_some()));
-        let owners = real
-            .owners()
-            .await
-            .map(|all| all.into_iter().map(|one| (one.owner, one.count)).collect());
-        let expected: Vec<_> = held
-            .iter()
-            .map(|held| (self.owner_field(held.owner), held.count))
-            .collect();
-        prop_assert_eq!(owners, Ok(expected));
         let from = Instant::now();
-        let left = real.remaining_ttl().await;
+        let info = real.inspect().await;
         let read = Span {
             from,
             to: Instant::now(),
         };
-        match (held, left) {
+        match (held, info) {
             (None, Ok(None)) => {}
-            (Some(held), Ok(Some(left))) => assert_left(left, held.expires, read)?,
-            (held, left) => prop_assert!(false, "{left:?} left of {held:?}"),
+            (Some(held), Ok(Some(info))) => self.assert_info(held, &info, client, read)?,
+            (held, info) => prop_assert!(false, "{info:?} of {held:?}"),
         }
-        prop_assert_eq!(real.hold_count().await, Ok(0), "outside any owner");
         for who in held.iter().map(|held| held.owner).chain([who]) {
             let (real, owner) = self.lock_of(who, lock);
             let count = self.model.count(who, lock);
-            prop_assert_eq!(real.hold_count().with_owner(owner).await, Ok(count));
-            prop_assert_eq!(real.is_held().with_owner(owner).await, Ok(count > 0));
+            prop_assert_eq!(real.hold_count_of(owner).await, Ok(count));
+            prop_assert_eq!(real.is_held_by(owner).await, Ok(count > 0));
         }
         Ok(())
     }

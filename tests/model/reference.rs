@@ -87,7 +87,7 @@ pub struct Model {
     /// For each owner its client, and whether others may act under its id.
     pub owners: Vec<(usize, bool)>,
     possessions: Vec<Possession>,
-    /// The latest possession of a owner and a lock.
+    /// The latest possession of an owner and a lock.
     latest: HashMap<(usize, usize), usize>,
     /// Forgotten holds of earlier possessions that were lost, of which nobody has been told.
     owed: HashMap<(usize, usize), Vec<LostReason>>,

@@ -9,7 +9,6 @@ use proptest::{prop_assert, prop_assert_eq};
 use redis::{Connection, cmd};
 use redisson_lock::{Error, LockClient, LockGuard, LostReason, Owner, OwnerExt, ReentrantLock};
 
-use crate::questions::assert_left;
 use crate::reference::{Held, Hold, Model, Span, Unlocked, WATCHDOG};
 use crate::support::server::{Server, unique, wait_until_async};
 use crate::{LOCKS, Lease, Op};
@@ -28,7 +27,7 @@ const SHORT_IS_OVER: Duration = Duration::from_millis(37);
 /// What all cases share.
 pub struct Bench {
     observer: Mutex<Connection>,
-    clients: [LockClient; 2],
+    pub clients: [LockClient; 2],
     _server: Server,
 }
 
@@ -79,7 +78,7 @@ impl<'a> World<'a> {
             owners.extend([
                 Owner::new(),
                 Owner::new(),
-                Owner::from_thread_id(7).expect("a owner"),
+                Owner::from_thread_id(7).expect("an owner"),
             ]);
             known.extend([(client, false), (client, false), (client, true)]);
         }
@@ -98,7 +97,7 @@ impl<'a> World<'a> {
         self.bench.clients[client].lock(&self.names[lock])
     }
 
-    /// A lock in the hands of a owner's client.
+    /// A lock in the hands of an owner's client.
     pub fn lock_of(&self, who: usize, lock: usize) -> (ReentrantLock, Owner) {
         (self.lock(self.model.owners[who].0, lock), self.owners[who])
     }
@@ -137,7 +136,7 @@ impl<'a> World<'a> {
             }
             Op::Forget { guard } if !self.guards.is_empty() => {
                 let Guarded { hold, guard } = self.guards.remove(guard % self.guards.len());
-                guard.forget();
+                let _ = guard.detach();
                 self.model.forget(hold);
                 Ok(())
             }
@@ -205,15 +204,15 @@ impl<'a> World<'a> {
         let (real, owner) = self.lock_of(who, lock);
         let from = Instant::now();
         let answer = if wait {
-            let request = real.lock().wait(Duration::ZERO);
+            let request = real.lock().timeout(Duration::ZERO);
             let request = if let Some(lease) = lease {
                 request.lease(lease)
             } else {
                 request
             };
             match request.with_owner(owner).await {
-                Err(error @ Error::Contended { .. }) => {
-                    self.assert_contended(error, lock, from)?;
+                Err(error @ Error::AcquireTimeout { .. }) => {
+                    self.assert_contended(error, self.model.owners[who].0, lock, from)?;
                     Ok(None)
                 }
                 answer => answer.map(Some),
@@ -253,11 +252,12 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    fn assert_contended(&self, error: Error, lock: usize, from: Instant) -> Outcome {
-        let Error::Contended {
+    fn assert_contended(&self, error: Error, client: usize, lock: usize, from: Instant) -> Outcome {
+        let Error::AcquireTimeout {
             lock: name,
-            remaining_ttl,
-            waited,
+            timeout,
+            held_by,
+            ..
         } = error
         else {
             unreachable!("it was looked at")
@@ -267,9 +267,9 @@ impl<'a> World<'a> {
             from,
             to: Instant::now(),
         };
-        prop_assert!(waited <= read.to - read.from, "{waited:?}");
-        match (&self.model.locks[lock], remaining_ttl) {
-            (Some(held), Some(left)) => assert_left(left, held.expires, read),
+        prop_assert_eq!(timeout, Duration::ZERO);
+        match (&self.model.locks[lock], held_by) {
+            (Some(held), Some(info)) => self.assert_info(held, &info, client, read),
             other => {
                 prop_assert!(false, "contended: {other:?}");
                 Ok(())
@@ -371,23 +371,24 @@ impl<'a> World<'a> {
     async fn run(&mut self, who: usize, lock: usize) -> Outcome {
         let (real, owner) = self.lock_of(who, lock);
         let before = self.model.count(who, lock);
-        let nested = real
-            .run(async { real.hold_count().await })
-            .wait(Duration::ZERO);
+        let at_once = || real.lock().timeout(Duration::ZERO);
+        let nested = at_once().run(async { real.hold_count_of(owner).await });
         let from = Instant::now();
-        let answer = real
-            .run(nested)
-            .wait(Duration::ZERO)
-            .with_owner(owner)
-            .await;
+        let answer = at_once().run(nested).with_owner(owner).await;
         let ran = Span {
             from,
             to: Instant::now(),
         };
         let Some(hold) = self.model.acquire(who, lock, None, ran) else {
             let error = answer.err();
-            prop_assert!(matches!(error, Some(Error::Contended { .. })), "{error:?}");
-            return error.map_or(Ok(()), |error| self.assert_contended(error, lock, from));
+            prop_assert!(
+                matches!(error, Some(Error::AcquireTimeout { .. })),
+                "{error:?}"
+            );
+            let client = self.model.owners[who].0;
+            return error.map_or(Ok(()), |error| {
+                self.assert_contended(error, client, lock, from)
+            });
         };
         prop_assert_eq!(answer, Ok(Ok(Ok(before + 2))));
         prop_assert_eq!(self.model.give_back(hold, ran), Ok(()));
@@ -415,7 +416,7 @@ impl<'a> World<'a> {
     ) -> Outcome {
         match answer {
             Ok(()) => prop_assert_eq!(expected, Ok(())),
-            Err(Error::Lost { lock, reason }) => {
+            Err(Error::Lost { lock, reason, .. }) => {
                 prop_assert!(self.names.contains(&lock));
                 prop_assert_eq!(expected, Err(reason));
             }
@@ -515,7 +516,7 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// Another process hands holds over to a owner that has not been here.
+    /// Another process hands holds over to an owner that has not been here.
     fn plant(&mut self, who: usize, lock: usize, count: u64) -> Outcome {
         if self.model.locks[lock].is_some() || !self.model.is_untouched(who, lock) {
             return Ok(());

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use futures::{FutureExt, poll};
 use redis::{Connection, cmd};
-use redisson_lock::{LockClient, LockGuard, LostReason, Owner};
+use redisson_lock::{Error, LockClient, LockGuard, LostReason, Owner, ReentrantLock};
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -114,8 +114,8 @@ pub fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
 /// Begins a future, and leaves it where it stands. For tests on one thread, where no answer can
 /// come within the one poll.
 #[track_caller]
-pub fn park<F: Future<Output: Debug>>(future: F) -> Pin<Box<F>> {
-    let mut parked = Box::pin(future);
+pub fn park<F: IntoFuture<Output: Debug>>(future: F) -> Pin<Box<F::IntoFuture>> {
+    let mut parked = Box::pin(future.into_future());
     let told = (&mut parked).now_or_never();
     assert!(told.is_none(), "it had nothing to wait for: {told:?}");
     parked
@@ -147,4 +147,18 @@ pub fn rival(client: &LockClient, lock: &str) -> JoinHandle<(Instant, LockGuard)
         let guard = lock.lock().await.unwrap();
         (Instant::now(), guard)
     })
+}
+
+/// How many holds the owner of the surrounding scope has, by the server's record; 0 outside a scope.
+pub async fn hold_count(lock: &ReentrantLock) -> Result<u64, Error> {
+    match Owner::current() {
+        Some(owner) => lock.hold_count_of(owner).await,
+        None => Ok(0),
+    }
+}
+
+/// How long the server keeps the lock.
+pub async fn ttl(lock: &ReentrantLock) -> Result<Option<Duration>, Error> {
+    let info = lock.inspect().await?;
+    Ok(info.map(|info| info.ttl.unwrap_or(Duration::MAX)))
 }

@@ -46,7 +46,7 @@ pub(super) async fn force_unlock(core: &Arc<Core>, keys: &Keys) -> Result<bool, 
     Ok(force_out(core, keys, Bytes::new()).await?.0)
 }
 
-/// Frees the possession of a owner of this client, in its turn: a grant that is on its way has
+/// Frees the possession of an owner of this client, in its turn: a grant that is on its way has
 /// arrived then, and it does nothing more with the lock until it is known what became of this. Its
 /// next possession would look the same to a script that runs twice.
 async fn free_own(
@@ -61,10 +61,7 @@ async fn free_own(
     let limit = core.config.patience();
     let freeing = async move {
         let Ok(_turn) = timeout(limit, entry.turns.take()).await else {
-            return Err(Error::Timeout {
-                step: Step::EarlierOperation,
-                after: limit,
-            });
+            return Err(entry.ident.timeout(Step::EarlierOperation, limit));
         };
         free(&worker, &keys, owner, &earlier).await
     };
@@ -116,7 +113,7 @@ async fn force_out(core: &Core, keys: &Keys, owner: Bytes) -> Result<(bool, bool
     let Asked { reply, repeated } = if once {
         let reply = core.link.call(call).await;
         Asked {
-            reply: reply.map_err(|failure| one_try(failure, &lock))?,
+            reply: reply.map_err(|failure| one_try(core, failure, &lock))?,
             repeated: false,
         }
     } else {
@@ -124,12 +121,12 @@ async fn force_out(core: &Core, keys: &Keys, owner: Bytes) -> Result<(bool, bool
     };
     let answer = answer(reply)
         .and_then(accepted)
-        .map_err(|failure| one_try(failure, &lock))?;
+        .map_err(|failure| one_try(core, failure, &lock))?;
     Ok((answer.code == 1, repeated))
 }
 
 /// The error for a force unlock that is not tried again.
-fn one_try(failure: Failure, lock: &str) -> Error {
+fn one_try(core: &Core, failure: Failure, lock: &str) -> Error {
     let unknown = matches!(failure, Failure::Unknown(_)).then_some(Step::ForceUnlock);
-    crate::locks::error(failure, lock, unknown)
+    crate::locks::error(failure, lock, &core.address, unknown)
 }

@@ -1,32 +1,36 @@
 //! What the server knows of a lock.
 
+use std::time::Duration;
+
 use bytes::Bytes;
 
-use super::Holding;
 use crate::core::{Asked, Core};
-use crate::error::{Error, Step};
+use crate::error::{Error, ServerError, Step};
+use crate::info::LockInfo;
 use crate::keys::Keys;
 use crate::link::Reply;
+use crate::owner::{Owner, thread_of};
 use crate::script::catalog::INSPECT;
 
-/// What `PTTL` answers where there is no key.
-pub(super) const NO_KEY: i64 = -2;
+/// What `PTTL` answers if there is no key.
+const NO_KEY: i64 = -2;
 
 /// What the server knows of a lock.
-pub(super) struct Inspected {
-    pub(super) pttl: i64,
-    /// Why its fields cannot be told.
-    refusal: Option<String>,
+pub(crate) struct Inspected {
+    pttl: i64,
+    /// Why its fields cannot be read.
+    refusal: Option<ServerError>,
     fields: Vec<Reply>,
 }
 
 impl Inspected {
     /// Asks the server.
-    pub(super) async fn of(core: &Core, keys: &Keys) -> Result<Self, Error> {
+    pub(crate) async fn of(core: &Core, keys: &Keys) -> Result<Self, Error> {
         let call = INSPECT.batch(1).row(keys.name.clone(), []).call();
-        let Asked { reply, .. } = core.ask(call, &keys.display(), Step::Inspect).await?;
+        let Asked { reply, .. } = core.ask(call, keys.name(), Step::Inspect).await?;
         let malformed = || Error::Connection {
-            detail: "a reply of another shape (is it Redis or Valkey?)".into(),
+            address: core.address.to_string(),
+            detail: "a reply of an unknown shape".into(),
         };
         let Reply::List(mut values) = reply else {
             return Err(malformed());
@@ -36,66 +40,59 @@ impl Inspected {
         }
         let fields = values.split_off(2);
         match (&values[0], &values[1]) {
-            (Reply::Int(pttl), Reply::Text(refusal)) => {
-                let refusal =
-                    (!refusal.is_empty()).then(|| String::from_utf8_lossy(refusal).into_owned());
-                Ok(Self {
-                    pttl: *pttl,
-                    refusal,
-                    fields,
-                })
-            }
+            (Reply::Int(pttl), Reply::Text(refusal)) => Ok(Self {
+                pttl: *pttl,
+                refusal: (!refusal.is_empty())
+                    .then(|| String::from_utf8_lossy(refusal).into_owned().into()),
+                fields,
+            }),
             _ => Err(malformed()),
         }
     }
 
+    /// Whether there is a key.
+    pub(super) fn exists(&self) -> bool {
+        self.pttl != NO_KEY
+    }
+
     /// The first of the owners, byte by byte.
     pub(super) fn first_owner(self, keys: &Keys) -> Result<Option<Bytes>, Error> {
-        if let Some(message) = self.refusal {
-            return Err(Error::Server {
-                lock: Some(keys.display()),
-                message,
-            });
-        }
-        Ok(self
-            .fields
-            .into_iter()
-            .next()
-            .and_then(|owner| match owner {
-                Reply::Text(owner) => Some(owner),
-                _ => None,
-            }))
+        Ok(self.first(keys)?.map(|(owner, _)| owner))
     }
 
-    pub(super) fn owners(self, keys: &Keys) -> Result<Vec<Holding>, Error> {
-        if let Some(message) = self.refusal {
+    /// The lock's state for a caller; `None` if no owner holds it.
+    pub(crate) fn info(self, core: &Core, keys: &Keys) -> Result<Option<LockInfo>, Error> {
+        let ttl = u64::try_from(self.pttl).ok().map(Duration::from_millis);
+        let Some((owner, count)) = self.first(keys)? else {
+            return Ok(None);
+        };
+        let hold_count = count
+            .as_int()
+            .and_then(|count| u64::try_from(count).ok())
+            .ok_or_else(|| Error::Server {
+                lock: Some(keys.display()),
+                error: format!("ERR the hold count is not a number: {count:?}").into(),
+            })?;
+        let thread = thread_of(&owner, core.client_id);
+        Ok(Some(LockInfo {
+            owner: String::from_utf8_lossy(&owner).into_owned(),
+            local_owner: thread.and_then(|thread| Owner::from_thread_id(thread).ok()),
+            hold_count,
+            ttl,
+        }))
+    }
+
+    fn first(self, keys: &Keys) -> Result<Option<(Bytes, Reply)>, Error> {
+        if let Some(error) = self.refusal {
             return Err(Error::Server {
                 lock: Some(keys.display()),
-                message,
+                error,
             });
         }
-        self.fields
-            .chunks_exact(2)
-            .map(|pair| {
-                let owner = match &pair[0] {
-                    Reply::Text(text) => String::from_utf8_lossy(text).into_owned(),
-                    other => format!("{other:?}"),
-                };
-                Ok(Holding {
-                    owner,
-                    count: number(&pair[1], keys)?,
-                })
-            })
-            .collect()
-    }
-}
-
-fn number(count: &Reply, keys: &Keys) -> Result<u64, Error> {
-    count
-        .as_int()
-        .and_then(|count| u64::try_from(count).ok())
-        .ok_or_else(|| Error::Server {
-            lock: Some(keys.display()),
-            message: format!("the hold count is not a number: {count:?}"),
+        let mut fields = self.fields.into_iter();
+        Ok(match (fields.next(), fields.next()) {
+            (Some(Reply::Text(owner)), Some(count)) => Some((owner, count)),
+            _ => None,
         })
+    }
 }

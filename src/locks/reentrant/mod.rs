@@ -4,31 +4,35 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use self::inspect::{Inspected, NO_KEY};
+use self::inspect::Inspected;
 pub(crate) use self::scripts::Reentrant;
-use super::Ident;
-use super::requests::{LockRequest, Options, RunRequest, TryLockRequest};
+use super::guard::LockGuard;
+use super::requests::{LockRequest, Options, TryLockRequest};
+use super::{Ident, Kind};
 use crate::core::Core;
-use crate::error::Error;
+use crate::error::{Error, Step};
 use crate::holds::EntryRef;
+use crate::info::LockInfo;
 use crate::keys::Keys;
+use crate::link::Failure;
 use crate::owner::Owner;
 use crate::release;
 
 mod force_unlock;
-mod inspect;
+pub(super) mod inspect;
 mod scripts;
 
 /// A reentrant lock that all clients of one server share, Java services with Redisson's `RLock`
 /// included.
 ///
-/// Made by [`LockClient::lock`](crate::LockClient::lock); cheap to clone. Making one sends nothing:
-/// a name that cannot be used is refused by the first operation.
+/// [`LockClient::lock`](crate::LockClient::lock) makes one; it is cheap to clone. Making one sends
+/// nothing, and nothing has to be cleaned up. An invalid name is refused by the first operation.
 ///
-/// Whose hold an acquisition becomes, and when it re-enters, is told at [`Owner`].
+/// Which owner a hold belongs to, and when an acquisition re-enters, is described at [`Owner`].
 #[derive(Clone)]
 pub struct ReentrantLock {
     core: Arc<Core>,
+    name: Arc<str>,
     keys: Result<Keys, Error>,
 }
 
@@ -36,113 +40,336 @@ impl ReentrantLock {
     pub(crate) fn new(core: Arc<Core>, name: &str) -> Self {
         Self {
             core,
+            name: name.into(),
             keys: Keys::reentrant(name),
         }
+    }
+
+    /// The name that was passed to [`LockClient::lock`](crate::LockClient::lock).
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Acquires the lock, runs the future as its owner, and releases the lock: what a synchronized
     /// block is in Java.
     ///
-    /// Whatever the future calls re-enters: it locks the same lock again without waiting. If the
-    /// lease is lost, the future is dropped where it stands and the error is [`Error::Lost`]; a
-    /// result comes out only if the lock was held for as long as the future ran. Waits for the lock
-    /// without limit unless [`RunRequest::wait`] says how long.
+    /// Code that the future calls re-enters the lock: it locks it again without waiting. If the
+    /// lock is lost, the future is dropped where it stands, and the error is [`Error::Lost`]. The
+    /// output is returned only if the lock was held for as long as the future ran. It waits for the
+    /// lock without limit; `lock().timeout(..).run(..)` limits it.
     ///
     /// ```no_run
     /// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {
     /// let total = client.lock("order:42").run(async { 40 + 2 }).await?;
+    /// # assert_eq!(total, 42);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// A release that gets no reply does not spoil the output: the future ran under a valid lease,
+    /// and the release is repeated in the background (logged as a warning).
+    ///
+    /// # Errors
+    /// * [`Error::Lost`]: the lock was lost while the future ran. The future was dropped, perhaps
+    ///   half-way: check, or undo, what it did.
+    /// * Any error of [`lock`](Self::lock). The future did not run.
+    ///
+    /// # Cancel safety
+    /// Dropping it drops the future given, and releases the lock in the background.
+    pub fn run<F: Future>(
+        &self,
+        future: F,
+    ) -> impl Future<Output = Result<F::Output, Error>> + use<F> {
+        self.lock().run(future)
+    }
+
+    /// As [`run`](Self::run), with the guard: for work that asks how long the lease lasts, or that
+    /// is to know of a loss.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// let left = lock.run_with(async |guard| guard.remaining_lease()).await?;
+    /// println!("{left:?}");
     /// # Ok(()) }
     /// ```
     ///
     /// # Errors
-    /// * [`Error::Lost`]: the lock was lost while the future ran. It was stopped, possibly
-    ///   half-way.
-    /// * [`Error::Contended`]: the wait time ran out; the future never ran.
-    /// * Any error of [`ReentrantLock::lock`]; the future never ran.
-    ///
-    /// A release that stays unanswered after the future has run under a proven lease does not spoil
-    /// its result: it is finished in the background.
+    /// As [`run`](Self::run).
     ///
     /// # Cancel safety
-    /// Dropping it drops the future given, and releases the lock in the background.
-    pub fn run<F: Future>(&self, future: F) -> RunRequest<F> {
-        RunRequest::new(self.options(), future)
+    /// As [`run`](Self::run).
+    pub async fn run_with<F, T>(&self, work: F) -> Result<T, Error>
+    where
+        F: AsyncFnOnce(&LockGuard) -> T,
+    {
+        self.lock().run_with(work).await
     }
 
-    /// Acquires the lock; waits for it without limit.
+    /// Acquires the lock if it is free, runs the future as its owner, and releases the lock. `None`
+    /// if another owner holds the lock; then the future did not run.
     ///
-    /// The waiters of one process stand in line, first come first served; processes compete. A
-    /// request that has been polled and is kept without being polled any more gives way to those
-    /// behind it after two re-check intervals (after two command timeouts more if it stands still
-    /// while it asks the server). If the server grants it the lock while nobody polls it, the lock
-    /// is given back after two command timeouts (of 250 ms at least) and half a second at most, and
-    /// the request asks again when it is polled again. Rather drop such a request.
-    ///
-    /// Without [`lease`](LockRequest::lease) the lock gets the watchdog timeout and is renewed
-    /// until it is released.
-    ///
-    /// A task that waits for a lock that it took itself under another owner is warned (a `tracing`
-    /// event) at once; a wait for longer than the watchdog timeout for a hold of this same client
-    /// is, too, because that owner may be waiting for this one.
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// match lock.try_run(async { /* the job */ }).await? {
+    ///     Some(()) => println!("done"),
+    ///     None => println!("another process does it"),
+    /// }
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Errors
-    /// * [`Error::InvalidName`], [`Error::InvalidLease`], [`Error::InvalidWait`]: nothing was sent.
-    /// * [`Error::Contended`]: the time of [`wait`](LockRequest::wait) ran out.
-    /// * [`Error::Connection`], [`Error::Unknown`]: the server was out of reach for the client's
-    ///   retry timeout. After `Unknown` the lock may have been taken; the background gives it back.
-    /// * [`Error::Server`]: the server refused, for example because the key holds another type.
-    /// * [`Error::Timeout`]: an earlier operation of the same owner on this lock is still
-    ///   unanswered.
-    /// * [`Error::Lost`]: the grant arrived after its lease was over.
-    /// * [`Error::Closed`]: the client is shut down.
+    /// As [`run`](Self::run), without [`Error::AcquireTimeout`].
     ///
     /// # Cancel safety
-    /// Dropping it gives up the place among the waiters, and passes a wake-up on. If a script is
-    /// under way, the background sees it through and gives back what it brings.
+    /// As [`run`](Self::run).
+    pub fn try_run<F: Future>(
+        &self,
+        future: F,
+    ) -> impl Future<Output = Result<Option<F::Output>, Error>> + use<F> {
+        self.try_lock().run(future)
+    }
+
+    /// Acquires the lock, and waits for it without limit unless
+    /// [`timeout`](LockRequest::timeout) sets one.
+    ///
+    /// The requests of one process wait in a queue, first come, first served; processes compete.
+    /// Without [`lease`](LockRequest::lease) the lease is the watchdog timeout, and it is renewed
+    /// until the hold is released.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// use std::time::Duration;
+    ///
+    /// let guard = lock.lock().await?; // waits without limit; renewed until it is released
+    /// guard.unlock().await?;
+    /// let guard = lock
+    ///     .lock()
+    ///     .timeout(Duration::from_secs(2)) // Err(AcquireTimeout) after two seconds
+    ///     .lease(Duration::from_secs(10)) // not renewed
+    ///     .await?;
+    /// # drop(guard);
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// A request that was polled and is kept without being polled leaves its place to the next one
+    /// after two re-check intervals. If the server grants it the lock meanwhile, the client releases
+    /// the lock, and the request asks again when it is polled again. Drop such a request instead.
+    ///
+    /// A task that waits for a lock that it holds itself, under another owner, is reported at once
+    /// (see [`DeadlockDetection`](crate::DeadlockDetection)).
+    ///
+    /// # Errors
+    /// * [`Error::InvalidName`], [`Error::InvalidLease`], [`Error::InvalidTimeout`]: nothing was
+    ///   sent.
+    /// * [`Error::AcquireTimeout`]: the [`timeout`](LockRequest::timeout) passed.
+    /// * [`Error::WouldDeadlock`]: see [`DeadlockDetection::Fail`](crate::DeadlockDetection::Fail).
+    /// * [`Error::Connection`]: the server was out of reach for the client's retry timeout.
+    /// * [`Error::OutcomeUnknown`]: as `Connection`, but the server may have granted the lock. The
+    ///   background releases it.
+    /// * [`Error::Server`]: the server refused, for example because the key holds another type.
+    /// * [`Error::Timeout`]: an earlier operation of the same owner on this lock still has no reply.
+    /// * [`Error::Lost`]: the grant arrived after its lease had expired.
+    /// * [`Error::Closed`], [`Error::NoRuntime`]: the client was shut down, or its runtime has ended.
+    ///
+    /// # Cancel safety
+    /// Dropping it gives up the place in the queue and leaves nothing behind: a wake-up goes to the
+    /// next request, and a grant that arrives later is released in the background.
     pub fn lock(&self) -> LockRequest {
         LockRequest::new(self.options())
     }
 
-    /// Acquires the lock if it is free; `None` if somebody else holds it.
+    /// Acquires the lock if it is free; `None` if another owner holds it. It never waits for the
+    /// lock.
     ///
-    /// With [`wait`](TryLockRequest::wait) it waits that long before it answers `None`.
+    /// The guard is the lock: `if lock.try_lock().await?.is_some() { .. }` releases it before the
+    /// block. Bind it (`if let Some(guard) = ..`), or use [`try_run`](Self::try_run).
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// if let Some(guard) = lock.try_lock().await? {
+    ///     // ... work ...
+    ///     guard.unlock().await?;
+    /// }
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Errors
-    /// Those of [`ReentrantLock::lock`] without [`Error::Contended`].
+    /// As [`lock`](Self::lock), without [`Error::AcquireTimeout`] and [`Error::WouldDeadlock`].
     ///
     /// # Cancel safety
-    /// As [`ReentrantLock::lock`].
+    /// As [`lock`](Self::lock).
     pub fn try_lock(&self) -> TryLockRequest {
-        TryLockRequest::new(self.options())
+        TryLockRequest::new(self.options(), Duration::ZERO)
     }
 
-    /// Gives back one hold of the current owner that no guard stands for, as `RLock.unlock()` does.
+    /// Acquires the lock, and waits for it at most this long; `None` if another owner still holds
+    /// it then. At most 3650 days.
     ///
-    /// For ported code, together with [`LockGuard::forget`](crate::LockGuard::forget), and for
-    /// locks that were handed over from another process. Holds that belong to a guard are not
-    /// touched.
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// use std::time::Duration;
+    ///
+    /// let guard = lock.try_lock_for(Duration::from_secs(2)).await?;
+    /// println!("{}", if guard.is_some() { "held" } else { "another owner holds it" });
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Errors
-    /// * [`Error::NotHeld`]: there is no current owner, or it has no hold that could be given back
-    ///   here.
-    /// * [`Error::Lost`]: the hold was lost before. Of forgotten holds that were lost a client
-    ///   remembers the latest thousand.
-    /// * [`Error::Unknown`], [`Error::Connection`], [`Error::Server`], [`Error::Closed`]: as for
-    ///   [`LockGuard::unlock`](crate::LockGuard::unlock). After `Server` the hold is still there,
-    ///   and can be unlocked again; it is not renewed any more.
+    /// As [`lock`](Self::lock), without [`Error::AcquireTimeout`].
     ///
     /// # Cancel safety
-    /// Once begun it is finished in the background.
+    /// As [`lock`](Self::lock).
+    pub fn try_lock_for(&self, timeout: Duration) -> TryLockRequest {
+        TryLockRequest::new(self.options(), timeout)
+    }
+
+    /// Releases one detached hold of the current owner, as `RLock.unlock()` does in Java.
+    ///
+    /// For ported code, together with [`LockGuard::detach`], and for locks that another process
+    /// handed over. Holds that belong to a guard are not touched. The current owner is the one of
+    /// the surrounding scope, or the task's own under
+    /// [`OwnerPolicy::PerTask`](crate::OwnerPolicy::PerTask).
+    ///
+    /// # Errors
+    /// * [`Error::NotHeld`]: there is no current owner, or it has no detached hold of this lock.
+    /// * [`Error::Lost`]: the hold was lost. The client remembers the latest thousand detached holds
+    ///   that were lost.
+    /// * [`Error::OutcomeUnknown`], [`Error::Connection`], [`Error::Server`], [`Error::Closed`],
+    ///   [`Error::NoRuntime`]: as for [`LockGuard::unlock`]. After `Server` the hold is still there
+    ///   and can be unlocked again; it is renewed no more.
+    ///
+    /// # Cancel safety
+    /// What it has begun is finished in the background.
     pub async fn unlock(&self) -> Result<(), Error> {
-        let keys = self.keys.clone()?;
-        let Some(owner) = self.owner() else {
+        Arc::clone(&self.core).drive(self.unlock_current()).await
+    }
+
+    /// The state of the lock on the server: its owner, the owner's hold count and the time to live.
+    /// `None` if no owner holds it.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// match lock.inspect().await? {
+    ///     Some(info) => println!("{} is held by {info}", lock.name()),
+    ///     None => println!("{} is free", lock.name()),
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// * [`Error::InvalidName`]: nothing was sent.
+    /// * [`Error::Connection`], or [`Error::Timeout`] with
+    ///   [`Step::Inspect`](crate::Step::Inspect): the server did not answer.
+    /// * [`Error::Server`]: the key holds another type, or a hold count that is not a number.
+    /// * [`Error::Closed`], [`Error::NoRuntime`]: the client was shut down, or its runtime has ended.
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it can be dropped at any time.
+    pub async fn inspect(&self) -> Result<Option<LockInfo>, Error> {
+        let keys = self.keys()?;
+        self.inspected().await?.info(&self.core, keys)
+    }
+
+    /// Whether the lock cannot be acquired at the moment: whether its key exists.
+    ///
+    /// # Errors
+    /// As [`inspect`](Self::inspect), without [`Error::Server`] for a key of another type.
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it can be dropped at any time.
+    pub async fn is_locked(&self) -> Result<bool, Error> {
+        Ok(self.inspected().await?.exists())
+    }
+
+    /// Whether that owner of this client holds the lock, by the server's record.
+    ///
+    /// Redisson's `isHeldByCurrentThread` is `is_held_by` with the owner that
+    /// [`LockClient::current_owner`](crate::LockClient::current_owner) returns. Outside a scope there
+    /// is no current owner: ask for [`LockGuard::owner`], or ask the guard itself.
+    ///
+    /// # Errors
+    /// As [`hold_count_of`](Self::hold_count_of).
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it can be dropped at any time.
+    pub async fn is_held_by(&self, owner: Owner) -> Result<bool, Error> {
+        Ok(self.hold_count_of(owner).await? > 0)
+    }
+
+    /// How many holds that owner of this client has on the lock, by the server's record.
+    ///
+    /// # Errors
+    /// As [`inspect`](Self::inspect). [`Error::Server`] only if the key holds another type, or if
+    /// this owner's hold count is not a number.
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it can be dropped at any time.
+    pub async fn hold_count_of(&self, owner: Owner) -> Result<u64, Error> {
+        let ident = self.core.ident(self.keys()?, owner);
+        let counting = async {
+            let call = Reentrant.count(&ident);
+            let asked = self.core.ask(call, &self.name, Step::Inspect).await?;
+            let count = Reentrant
+                .counted(asked.reply)
+                .map_err(|failure| ident.refused(failure))?;
+            u64::try_from(count).map_err(|_| {
+                let error = format!("ERR the hold count is not a number: {count}");
+                ident.refused(Failure::Server(error.into()))
+            })
+        };
+        Arc::clone(&self.core).drive(counting).await
+    }
+
+    /// Frees the lock, whichever owner holds it, and wakes its waiters. Returns whether it was held.
+    ///
+    /// For operators. An owner of this client is notified at once, another one with its next
+    /// renewal.
+    ///
+    /// It reads which owner holds the lock and frees that owner's tenure, so a call that is sent
+    /// twice because a reply was lost frees no other owner's. Only if the lock changes hands each
+    /// time it looks, it frees the lock whatever its owner, with a call that is sent once.
+    ///
+    /// # Errors
+    /// * [`Error::Server`]: the key holds another type, and stays.
+    /// * [`Error::OutcomeUnknown`]: a reply was lost; this call may have freed the lock. Calling
+    ///   again is safe.
+    /// * [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect) or
+    ///   [`Step::EarlierOperation`](crate::Step::EarlierOperation): nothing was freed.
+    /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`], [`Error::NoRuntime`]:
+    ///   nothing was freed.
+    ///
+    /// # Cancel safety
+    /// Dropping it does not recall what was sent: the lock may be freed. For an owner of this
+    /// client, the background finishes what has begun.
+    pub async fn force_unlock(&self) -> Result<bool, Error> {
+        let freeing = force_unlock::force_unlock(&self.core, self.keys()?);
+        Arc::clone(&self.core).drive(freeing).await
+    }
+
+    fn keys(&self) -> Result<&Keys, Error> {
+        self.keys.as_ref().map_err(Clone::clone)
+    }
+
+    fn options(&self) -> Options {
+        Options::new(Arc::clone(&self.core), self.keys.clone(), &Reentrant)
+    }
+
+    async fn inspected(&self) -> Result<Inspected, Error> {
+        let keys = self.keys()?;
+        let inspecting = Inspected::of(&self.core, keys);
+        Arc::clone(&self.core).drive(inspecting).await
+    }
+
+    async fn unlock_current(&self) -> Result<(), Error> {
+        let keys = self.keys()?;
+        let Some(owner) = self.core.config.owner_policy.current() else {
             return Err(Error::NotHeld {
                 lock: keys.display(),
-                problem: "there is no current owner: unlock the guard, or unlock in the scope that locked".into(),
+                problem: "there is no current owner".into(),
             });
         };
         self.core.ensure_open()?;
-        let ident = self.core.ident(&keys, owner);
+        let ident = self.core.ident(keys, owner);
         let entry = self.core.entry(&ident, &Reentrant);
         match self.unlock_one(&ident, &entry).await {
             Err(not_held @ Error::NotHeld { .. }) => {
@@ -152,147 +379,26 @@ impl ReentrantLock {
         }
     }
 
-    /// Whether anybody holds the lock.
-    ///
-    /// # Errors
-    /// [`Error::InvalidName`], [`Error::Connection`], [`Error::Timeout`] with
-    /// [`Step::Inspect`](crate::Step::Inspect) (the server did not answer), [`Error::Server`],
-    /// [`Error::Closed`].
-    ///
-    /// # Cancel safety
-    /// It changes nothing, so it may be dropped at any time.
-    pub async fn is_locked(&self) -> Result<bool, Error> {
-        Ok(self.inspect().await?.pttl != NO_KEY)
-    }
-
-    /// Whether the current owner holds the lock, by the server's word. `false` where there is no
-    /// current owner.
-    ///
-    /// # Errors
-    /// As [`ReentrantLock::is_locked`].
-    ///
-    /// # Cancel safety
-    /// It changes nothing, so it may be dropped at any time.
-    pub async fn is_held(&self) -> Result<bool, Error> {
-        Ok(self.hold_count().await? > 0)
-    }
-
-    /// How many holds the current owner has, by the server's word. 0 where there is no current
-    /// owner.
-    ///
-    /// # Errors
-    /// As [`ReentrantLock::is_locked`]; [`Error::Server`] also where the field is no number.
-    ///
-    /// # Cancel safety
-    /// It changes nothing, so it may be dropped at any time.
-    pub async fn hold_count(&self) -> Result<u64, Error> {
-        let keys = self.keys.clone()?;
-        let Some(owner) = self.owner() else {
-            return Ok(0);
-        };
-        let owner = self.core.ident(&keys, owner).owner_field();
-        let owners = self.inspect().await?.owners(&keys)?;
-        Ok(owners
-            .into_iter()
-            .find(|holding| holding.owner == owner)
-            .map_or(0, |holding| holding.count))
-    }
-
-    /// What the lock's lease has left, by the server's word: `None` if it is not locked.
-    ///
-    /// A key without an expiry, which this library never leaves, answers [`Duration::MAX`].
-    ///
-    /// # Errors
-    /// As [`ReentrantLock::is_locked`].
-    ///
-    /// # Cancel safety
-    /// It changes nothing, so it may be dropped at any time.
-    pub async fn remaining_ttl(&self) -> Result<Option<Duration>, Error> {
-        Ok(match self.inspect().await?.pttl {
-            NO_KEY => None,
-            millis => Some(u64::try_from(millis).map_or(Duration::MAX, Duration::from_millis)),
-        })
-    }
-
-    /// Who holds the lock, in any process: at most one owner, with its count.
-    ///
-    /// # Errors
-    /// As [`ReentrantLock::is_locked`]; [`Error::Server`] also where a count is no number.
-    ///
-    /// # Cancel safety
-    /// It changes nothing, so it may be dropped at any time.
-    pub async fn owners(&self) -> Result<Vec<Holding>, Error> {
-        let keys = self.keys.clone()?;
-        self.inspect().await?.owners(&keys)
-    }
-
-    /// Frees the lock, whoever holds it, and wakes its waiters; `true` if it was held.
-    ///
-    /// For operators. A owner in this client hears of it at once, another one with its next
-    /// renewal.
-    ///
-    /// It looks who holds the lock, and then frees that owner's possession: sent twice because a
-    /// reply was lost, it takes nobody else's. Only where the lock changes hands each time it looks
-    /// does it free the lock unseen.
-    ///
-    /// # Errors
-    /// * [`Error::Server`]: the key holds another type; it stays.
-    /// * [`Error::Unknown`]: a reply was lost; the lock may have been freed by this call. It is
-    ///   safe to ask again.
-    /// * [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect) or
-    ///   [`Step::EarlierOperation`](crate::Step::EarlierOperation): nothing was freed.
-    /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`].
-    ///
-    /// # Cancel safety
-    /// Dropping it does not recall what was sent: the lock may be freed. Where the owner is a owner
-    /// of this client, the background finishes what has begun.
-    pub async fn force_unlock(&self) -> Result<bool, Error> {
-        force_unlock::force_unlock(&self.core, &self.keys.clone()?).await
-    }
-
-    /// The lock's name.
-    ///
-    /// # Errors
-    /// [`Error::InvalidName`] if it cannot be used.
-    pub fn name(&self) -> Result<String, Error> {
-        self.keys.as_ref().map(Keys::display).map_err(Clone::clone)
-    }
-
-    fn owner(&self) -> Option<Owner> {
-        self.core.config.owner_policy.current()
-    }
-
-    fn options(&self) -> Options {
-        Options::new(Arc::clone(&self.core), self.keys.clone(), &Reentrant)
-    }
-
-    async fn inspect(&self) -> Result<Inspected, Error> {
-        Inspected::of(&self.core, self.keys.as_ref().map_err(Clone::clone)?).await
-    }
-
-    /// Gives back a hold that no guard stands for.
+    /// Releases a detached hold.
     async fn unlock_one(&self, ident: &Arc<Ident>, entry: &EntryRef) -> Result<(), Error> {
         let Some(lease) = entry.latest() else {
             return self.unlock_unrecorded(ident).await;
         };
-        match lease.claim_forgotten() {
+        match lease.claim_detached() {
             Some(id) => release::give_back(&self.core, entry.clone(), lease, id).await,
             None if lease.base() > 0 => self.unlock_unrecorded(ident).await,
             None => Err(Error::NotHeld {
                 lock: ident.lock(),
-                problem: format!(
-                    "every hold of {} belongs to a guard: unlock the guard, or forget() it first",
-                    ident.owner_field()
-                ),
+                problem: format!("each hold of {} belongs to a guard", ident.owner_field()),
             }),
         }
     }
 
-    /// Gives back a hold that only the server knows of.
+    /// Releases a hold that only the server knows of.
     async fn unlock_unrecorded(&self, ident: &Arc<Ident>) -> Result<(), Error> {
         let not_held = || Error::NotHeld {
             lock: ident.lock(),
-            problem: format!("{} does not hold it (any more)", ident.owner_field()),
+            problem: format!("{} does not hold it", ident.owner_field()),
         };
         if ident.owner.is_private() {
             return Err(not_held());
@@ -308,17 +414,7 @@ impl ReentrantLock {
 impl fmt::Debug for ReentrantLock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ReentrantLock")
-            .field("name", &self.name())
+            .field("name", &self.name)
             .finish_non_exhaustive()
     }
-}
-
-/// A owner of a lock, as the server has it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Holding {
-    /// The owner field: `CLIENT:THREAD`.
-    pub owner: String,
-    /// Its hold count.
-    pub count: u64,
 }

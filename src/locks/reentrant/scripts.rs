@@ -85,7 +85,7 @@ impl Kind for Reentrant {
             .map(|answer| match (answer.code, answer.refusal) {
                 (1, _) => Ok(Renewed::Yes),
                 (0, _) => Ok(Renewed::Gone),
-                (_, Some(message)) => Ok(Renewed::Refused(message)),
+                (_, Some(error)) => Ok(Renewed::Refused(error)),
                 (code, None) => Err(Failure::Unknown(format!(
                     "a code that no script answers: {code}"
                 ))),
@@ -115,9 +115,9 @@ pub(super) fn accepted(answer: Answer) -> Result<Answer, Failure> {
     match answer {
         Answer {
             code: REFUSED,
-            refusal: Some(message),
+            refusal: Some(error),
             ..
-        } => Err(Failure::Server(message)),
+        } => Err(Failure::Server(error)),
         answer => Ok(answer),
     }
 }

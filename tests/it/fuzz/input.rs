@@ -160,7 +160,6 @@ async fn refused(bench: &mut Bench, name: &str) -> TestCaseResult {
         lock.unlock().with_owner(Owner::new()).await,
         lock.force_unlock().await.map(drop),
         lock.is_locked().await.map(drop),
-        lock.name().map(drop),
     ];
     for answer in answers {
         let Err(error @ Error::InvalidName { .. }) = answer else {
@@ -180,11 +179,11 @@ async fn works(bench: &mut Bench, name: &str, channel: &[u8]) -> TestCaseResult 
     let owner = format!("{}:{}", bench.one.client_id(), guard.owner());
     let fields: Vec<(String, u64)> = cmd("HGETALL").arg(name).query(&mut bench.observer).unwrap();
     prop_assert_eq!(fields, vec![(owner, 1)]);
-    prop_assert_eq!(mine.name()?, name);
+    prop_assert_eq!(mine.name(), name);
     prop_assert!(theirs.is_locked().await?);
     prop_assert!(theirs.try_lock().await?.is_none());
     // Without re-checks: only a message on the right channel wakes.
-    let waiting = tokio::spawn(theirs.lock());
+    let waiting = tokio::spawn(theirs.lock().into_future());
     wait_until("somebody waits", LIMIT, || bench.subscribers(channel) == 1);
     guard.unlock().await?;
     prop_assert_eq!(bench.heard(), (channel.to_vec(), b"0".to_vec()));
@@ -216,7 +215,10 @@ fn any_name_is_refused_or_works() {
 
 /// Whether a request for a lock is refused without a word to the server. What the background still
 /// says about earlier cases may come between, but not each time.
-async fn is_silent<T, F: Future<Output = T>>(bench: &mut Bench, request: impl Fn() -> F) -> bool {
+async fn is_silent<T, F: IntoFuture<Output = T>>(
+    bench: &mut Bench,
+    request: impl Fn() -> F,
+) -> bool {
     for _ in 0..50 {
         let before = bench.commands();
         request().await;
@@ -289,24 +291,24 @@ fn any_lease_is_refused_or_set() {
 
 async fn wait(bench: &mut Bench, wait: Duration) -> TestCaseResult {
     let lock = bench.one.lock(unique("wait"));
-    let answer = lock.lock().wait(wait).await;
+    let answer = lock.lock().timeout(wait).await;
     if wait > LONGEST {
-        let Err(error @ Error::InvalidWait { .. }) = &answer else {
+        let Err(error @ Error::InvalidTimeout { .. }) = &answer else {
             return Err(TestCaseError::fail(format!("{answer:?}")));
         };
         assert_presentable(error)?;
         prop_assert!(
-            is_silent(bench, || lock.lock().wait(wait)).await,
+            is_silent(bench, || lock.lock().timeout(wait)).await,
             "something was sent"
         );
         return Ok(());
     }
     let guard = answer?;
     // In front of a taken lock all of it is waited, or what this test has time for.
-    let theirs = bench.other.lock(lock.name()?);
+    let theirs = bench.other.lock(lock.name());
     let patience = Duration::from_millis(10);
     let begun = Instant::now();
-    match tokio::time::timeout(patience, theirs.try_lock().wait(wait)).await {
+    match tokio::time::timeout(patience, theirs.try_lock_for(wait)).await {
         Ok(answer) => {
             prop_assert!(answer?.is_none());
             prop_assert!(
@@ -361,9 +363,9 @@ async fn count(bench: &mut Bench, count: &str) -> TestCaseResult {
         .ok()
         .filter(|number| *number >= 0 && number.to_string() == count);
     match plain {
-        Some(number) => prop_assert_eq!(lock.hold_count().with_owner(owner).await?, number as u64),
+        Some(number) => prop_assert_eq!(lock.hold_count_of(owner).await?, number as u64),
         // A number all the same, or none: it may be told, and nothing else.
-        None => match lock.hold_count().with_owner(owner).await {
+        None => match lock.hold_count_of(owner).await {
             Ok(number) => prop_assert_eq!(Some(number as i64), count.parse().ok()),
             Err(error) => assert_presentable(&error)?,
         },

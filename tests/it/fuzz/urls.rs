@@ -237,7 +237,7 @@ fn any_login_is_sent_as_it_is() {
                 Err(error) => {
                     prop_assert!(!right, "{error}");
                     prop_assert!(
-                        matches!(&error, Error::Server { message, .. } if message.contains("WRONGPASS")),
+                        matches!(&error, Error::Server { error, .. } if error.message().contains("WRONGPASS")),
                         "{error:?}"
                     );
                     assert_no_secret(&format!("{error} {error:?}"), SECRET)?;

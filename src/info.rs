@@ -1,0 +1,37 @@
+//! What the server knows of a lock, as a value.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::owner::Owner;
+
+/// The state of a held lock at one moment: see
+/// [`ReentrantLock::inspect`](crate::ReentrantLock::inspect).
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LockInfo {
+    /// The owner as the server has it: `CLIENT:THREAD`. The client's connections carry CLIENT in
+    /// their names, so `CLIENT LIST` shows where it runs.
+    pub owner: String,
+    /// The owner, if it is one of the client that asked. In its scope the lock can be unlocked.
+    pub local_owner: Option<Owner>,
+    /// How many holds the owner has.
+    pub hold_count: u64,
+    /// How long the server keeps the lock without a renewal. `None` if the key has no expiry, which
+    /// neither this library nor Redisson leaves behind.
+    pub ttl: Option<Duration>,
+}
+
+impl fmt::Display for LockInfo {
+    /// As in `8f0b...:17, ttl 1.2s`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.owner)?;
+        if self.local_owner.is_some() {
+            f.write_str(" of this client")?;
+        }
+        match self.ttl {
+            Some(ttl) => write!(f, ", ttl {ttl:?}"),
+            None => f.write_str(", no expiry"),
+        }
+    }
+}
