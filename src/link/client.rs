@@ -68,7 +68,14 @@ impl Link {
         // Without its name nothing that was sent on it could be ruled out: one of a server that is
         // too busy to tell it is given up for another at once.
         let asked = Instant::now();
-        let (identity, nameless) = match identify(&line, &settings).await {
+        // Sent at once: each costs a round trip otherwise.
+        let (identified, (), supported, ()) = futures::join!(
+            identify(&line, &settings),
+            line.set_name(settings.connection_name()),
+            ensure_supported(&line, &settings),
+            load(&line, scripts),
+        );
+        let (identity, nameless) = match identified {
             Ok(identity) => (identity, false),
             Err(Failure::Server(_)) => (None, true),
             Err(_) if asked.elapsed() >= settings.connect_timeout() => {
@@ -81,20 +88,7 @@ impl Link {
                 });
             }
         };
-        line.set_name(settings.connection_name()).await;
-        ensure_supported(&line, &settings).await?;
-        for script in scripts {
-            let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
-            let args = vec![
-                Value::from_static_str("LOAD"),
-                Value::from_static_str(script.text),
-            ];
-            if let Err(failure) = say(&line, load, args).await {
-                // Not needed for being right: a script that the server does not know is sent whole.
-                tracing::debug!(error = %failure, "the scripts could not be loaded in advance");
-                break;
-            }
-        }
+        supported?;
         let shared = Arc::new(Shared {
             settings,
             line: RwLock::new(Some(Arc::new(Numbered {
@@ -305,6 +299,18 @@ pub(super) async fn say(
             _ => Failure::Unknown(problem.to_string()),
         })
         .and_then(read)
+}
+
+/// Makes the server know the scripts. One that it does not know is sent whole when it is called.
+async fn load(line: &Line, scripts: &[What]) {
+    let loads = scripts.iter().map(|script| {
+        let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
+        let text = Value::from_static_str(script.text);
+        say(line, load, vec![Value::from_static_str("LOAD"), text])
+    });
+    if let Err(failure) = futures::future::try_join_all(loads).await {
+        tracing::debug!(error = %failure, "the scripts could not be loaded in advance");
+    }
 }
 
 /// Refuses a server that has only a part of the keys or none, and one that is too old. A server that

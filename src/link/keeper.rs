@@ -51,7 +51,6 @@ pub(super) async fn keep(shared: Arc<Shared>) {
         drop((old, line));
         let lost = Instant::now();
         let (line, identity) = replacement(&shared.settings, &mut unfenced).await;
-        line.set_name(shared.settings.connection_name()).await;
         add(&shared.counters.reconnects);
         tracing::info!(
             address = %shared.settings.address(),
@@ -82,8 +81,12 @@ async fn replacement(
         limit = limit.saturating_mul(2).min(settings.connect_timeout());
         match Line::open(&hurried, Reconnect::Never).await {
             Ok(line) => {
+                let (identified, ()) = futures::join!(
+                    willing(&line, &hurried),
+                    line.set_name(settings.connection_name()),
+                );
                 // One that fails here was asked nothing, so nothing of it has to be ruled out.
-                if let Ok(identity) = willing(&line, &hurried).await {
+                if let Ok(identity) = identified {
                     if fence(&line, unfenced).await {
                         return (line, identity);
                     }

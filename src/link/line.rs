@@ -127,7 +127,10 @@ impl Line {
         let command = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
         let args = vec![Value::from_static_str("SETNAME"), Value::from(name)];
         // A user without the right to it connects all the same.
-        let _ = self.client.custom_raw(command, args).await;
+        tokio::select! {
+            _ = self.client.custom_raw(command, args) => {}
+            () = self.ended() => {}
+        }
     }
 
     /// Closes the connection, waiting for the server's confirmation for a short time.

@@ -77,7 +77,7 @@ async fn a_cluster_is_refused_rather_than_half_supported() {
     });
     let error = LockClient::connect(&server.url()).await.unwrap_err();
     assert!(
-        matches!(error, Error::InvalidConfig { setting: "url", .. }),
+        matches!(error, Error::UnsupportedServer { .. }),
         "{error:?}"
     );
     assert!(error.to_string().contains("cluster"), "{error}");
@@ -98,7 +98,7 @@ async fn a_cluster_of_valkey_is_refused() {
         "the client did not ask, or was told otherwise: {told:?}"
     );
     assert!(
-        matches!(told, Err(Error::InvalidConfig { .. })),
+        matches!(told, Err(Error::UnsupportedServer { .. })),
         "connected to a cluster: {told:?}; a lock there: {:?}",
         told.as_ref().unwrap().lock("a").lock().await
     );

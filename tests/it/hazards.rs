@@ -254,7 +254,7 @@ async fn a_dropped_guard_never_blocks_and_its_failure_is_traced_and_counted() {
     drop(guards);
     assert!(begun.elapsed() < ms(1_000), "{:?}", begun.elapsed());
     server.kill();
-    let all = "a dropped guard could not be released";
+    let all = "a hold could not be released, its lease will expire";
     wait_until_async("each failure is traced", SOON, || async {
         trap.has_heard(all) == LOCKS
     })

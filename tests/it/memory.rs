@@ -258,7 +258,9 @@ async fn refused_release() {
             .unwrap();
         for guard in guards {
             let told = guard.unlock().await;
-            assert!(matches!(told, Err(Error::Server { .. })), "{told:?}");
+            // On a busy machine some leases expire before their unlocks are refused.
+            let is_refused = matches!(told, Err(Error::Server { .. } | Error::Lost { .. }));
+            assert!(is_refused, "{told:?}");
         }
         redis::cmd("ACL")
             .arg(&["SETUSER", "default", "+evalsha", "+eval"])

@@ -208,7 +208,7 @@ async fn under_the_per_task_policy_a_task_re_enters_and_others_are_kept_out() {
         yield_now().await;
         let second = lock.try_lock().await.unwrap().expect("the same task");
         assert_eq!((first.owner(), second.owner()), (owner, owner));
-        assert_eq!(hold_count(&lock).await.unwrap(), 2);
+        assert_eq!(lock.hold_count_of(owner).await.unwrap(), 2);
         (
             lock.run(async { hold_count(&lock).await.unwrap() })
                 .await
@@ -245,7 +245,8 @@ async fn under_the_per_task_policy_a_thread_re_enters_and_other_threads_are_kept
                 .block_on(lock.try_lock().into_future())
                 .unwrap()
                 .expect("the same thread");
-            assert_eq!(runtime.block_on(hold_count(&lock)).unwrap(), 2);
+            let count = runtime.block_on(lock.hold_count_of(first.owner()));
+            assert_eq!(count.unwrap(), 2);
             Some((first, second))
         });
         tokio::task::spawn_blocking(|| thread.join().unwrap())
@@ -271,7 +272,7 @@ async fn under_the_per_task_policy_a_thread_re_enters_and_other_threads_are_kept
 #[tokio::test(flavor = "multi_thread")]
 async fn under_the_per_task_policy_a_task_gives_back_what_it_forgot() {
     let mut bench = Bench::shared(LockClient::builder().owner_policy(OwnerPolicy::PerTask)).await;
-    let lock = bench.lock.clone();
+    let (client, lock) = (bench.client.clone(), bench.lock.clone());
     tokio::spawn(async move {
         let _ = lock.lock().await.unwrap().detach();
         let _ = lock.lock().await.unwrap().detach();
@@ -284,7 +285,8 @@ async fn under_the_per_task_policy_a_task_gives_back_what_it_forgot() {
             "{stranger:?}"
         );
         lock.unlock().await.unwrap();
-        assert_eq!(hold_count(&lock).await.unwrap(), 1);
+        let owner = client.current_owner().unwrap();
+        assert_eq!(lock.hold_count_of(owner).await.unwrap(), 1);
         lock.unlock().await.unwrap();
     })
     .await

@@ -45,6 +45,7 @@ fn percent_decoded(text: &str) -> Option<String> {
         let hex = hex.filter(|digits| digits.chars().all(|digit| digit.is_ascii_hexdigit()));
         match hex.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
             Some(byte) => (bytes.push(byte), rest = &tail[2..]),
+            None if *first == b'%' => return None,
             None => (bytes.push(*first), rest = tail),
         };
     }
