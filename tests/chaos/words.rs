@@ -42,8 +42,9 @@ pub fn truth(story: &Story, found: &mut Vec<Violation>) {
             let open = open.entry(place).or_default();
             if let Some(times) = may_hold.get_mut(&place) {
                 // The earliest is last.
-                while let Some((_, to)) = times.pop_if(|(from, _)| *from <= sample.to) {
-                    open.push(to);
+                while let Some((_, to)) = times.last().filter(|(from, _)| *from <= sample.to) {
+                    open.push(*to);
+                    times.pop();
                 }
             }
             open.retain(|to| *to >= sample.from);

@@ -1,5 +1,7 @@
 //! What a client and its locks cost, in bytes that are allocated.
 
+#![expect(unsafe_code, reason = "an allocator that counts is an unsafe trait")]
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
