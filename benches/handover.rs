@@ -270,7 +270,7 @@ impl Peer {
         let (answer, answers) = mpsc::channel();
         let (url, name, trivial) = (url.to_owned(), name.to_owned(), trivial.to_owned());
         runtime.spawn(async move {
-            // Who asked may have gone away.
+            // The receiver may be gone.
             obey(&url, &name, &trivial, heard, move |word, number| {
                 drop(answer.send((word.to_owned(), number)))
             })

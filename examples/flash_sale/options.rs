@@ -41,7 +41,7 @@ pub struct Options {
     pub think: Duration,
 }
 
-/// What a worker process is told. The server's URL comes in the environment, as it may carry a
+/// The work of a worker process. The server's URL comes in the environment, as it may carry a
 /// password.
 #[derive(Clone)]
 pub struct Job {
@@ -50,7 +50,7 @@ pub struct Job {
     pub prefix: String,
     pub buyers: u64,
     pub think: Duration,
-    /// The victim stops, with the lock in its hands, where it finds this much stock or less.
+    /// The victim stops, holding the lock, where it finds this much stock or less.
     pub stop_at: Option<u64>,
 }
 
@@ -94,7 +94,7 @@ pub fn parse(args: impl Iterator<Item = String>) -> Result<Command, String> {
         };
         match name {
             "--stock" => options.stock = number(1..=1_000_000)?,
-            // One is killed, and somebody has to go on.
+            // One is killed, and another has to continue.
             "--workers" => options.workers = number(2..=64)?,
             "--buyers" => options.buyers = number(1..=1000)?,
             "--think" => options.think = Duration::from_micros(number(0..=10_000_000)?),

@@ -259,7 +259,7 @@ impl Sale<'_> {
             .as_ref()
             .is_some_and(|client| owner.starts_with(client.as_str()))
         {
-            // On a machine that stood still: the worker will be told, and tries again.
+            // On a machine that stood still: the worker sees the loss, and tries again.
             let text = format!(
                 "Worker {} has lost the lock before it could be killed.",
                 worker.number
@@ -305,7 +305,7 @@ impl Sale<'_> {
         }
         let pause = *victim.pause.insert(victim.killed.elapsed());
         self.progress
-            .note(&format!("The others went on after {}.", time(pause)));
+            .note(&format!("The others continued after {}.", time(pause)));
         Ok(None)
     }
 

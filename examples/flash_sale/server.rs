@@ -94,7 +94,7 @@ impl Server {
         Err(format!("{} is still being written", self.keys().stock).into())
     }
 
-    /// A server of somebody's, on which only keys of our own are touched.
+    /// A server that is not ours: only our own keys are touched.
     async fn named(url: String) -> Result<Self, Failure> {
         let client =
             Client::open(url.as_str()).map_err(|problem| format!("REDIS_URL: {problem}"))?;
@@ -139,7 +139,7 @@ impl Server {
                         _private: Some(process),
                     });
                 }
-                // Somebody was quicker to take the port.
+                // Another process took the port first.
                 Err(log)
                     if log.contains("Address already in use") && begun.elapsed() < PATIENCE => {}
                 Err(log) => {

@@ -15,8 +15,8 @@ pub const WATCHDOG_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// One for a process is enough, whatever the number of its locks and buyers.
 pub async fn lock_client(url: &str) -> Result<LockClient, Failure> {
-    // By default a reply may take a third of the watchdog timeout. Here the demo goes on even on a
-    // very busy machine.
+    // By default a reply may take a third of the watchdog timeout. Here the demo continues
+    // even on a very busy machine.
     let patience = Duration::from_secs(10);
     let client = LockClient::builder().watchdog_timeout(WATCHDOG_TIMEOUT);
     Ok(client
@@ -56,7 +56,7 @@ impl Shop {
         }
     }
 
-    /// Read, think, write back: whoever reads while another one thinks sells the same item again.
+    /// Read, think, write back: a buyer that reads while another thinks sells the same item again.
     async fn place_order_unlocked(&self, buyer: &str) -> Result<bool, Failure> {
         let Some(item) = self.next_item().await? else {
             return Ok(false);

@@ -63,7 +63,7 @@ fn on_a_private_server_the_locked_sales_sell_exactly_the_stock() {
 
     let half = between(&output, &format!("{KILLED}, with "), " left");
     assert!((0.0..=STOCK as f64 / 2.0).contains(&half), "{output}");
-    let pause = between(&output, "The others went on after ", " s.");
+    let pause = between(&output, "The others continued after ", " s.");
     assert!((0.2..20.0).contains(&pause), "{output}");
 
     assert_gone(server);
@@ -113,7 +113,7 @@ fn a_locked_sale_that_went_wrong_is_reported() {
         .expect("the orders");
     redis::cmd("RPUSH")
         .arg(orders)
-        .arg("1 somebody")
+        .arg("1 stranger")
         .exec(&mut redis)
         .expect("RPUSH");
 

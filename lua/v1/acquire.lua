@@ -10,7 +10,7 @@
 --
 -- Reply: ticket, then two values for each name:
 --   1, target   the owner holds `target`; the expiry is at least the lease
---   0, pttl     somebody else holds the lock, for that many ms (-1: without an expiry)
+--   0, pttl     another owner holds the lock, for that many ms (-1: without an expiry)
 --   2, count    nothing was changed: the owner's count is neither before nor target (0: no field)
 --   3, message  no hold was taken: the server's refusal for this name
 --

@@ -10,7 +10,7 @@
 --   3, message  the server's refusal for this name
 --
 -- Asked before the first acquire of an owner that may hold the lock without our record of it (an
--- adopted client id, a holder made from a thread id): the acquire then names the true count as
+-- adopted client id, an owner made from a thread id): the acquire then names the true count as
 -- `before`.
 
 local reply = { ARGV[1] }

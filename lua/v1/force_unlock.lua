@@ -3,7 +3,7 @@
 -- KEYS       name...  the hash of each lock
 -- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
 -- ARGV[2...] two for each name, in the order of KEYS:
---            owner    the field CLIENT:THREAD that was seen to hold it; empty: whoever does
+--            owner    the field CLIENT:THREAD that was seen to hold it; empty: any owner
 --            channel  where the lock's waiters listen (an argument: it is not a key)
 --
 -- Reply: ticket, then two values for each name:

@@ -5,7 +5,7 @@
 -- ARGV[2...] nothing
 --
 -- Reply: ticket, then two values for the lock, then its fields:
---   pttl, ''        in ms (-1: without an expiry, -2: no such key); then field and count of each owner
+--   pttl, ''        in ms (-1: no expiry, -2: no such key); then field and count of each owner
 --   pttl, message   the server's refusal: the key is no lock
 --
 -- A script and not a plain command, because only a script's reply proves whose it is.

@@ -4,7 +4,7 @@
 -- KEYS       name...  the hash of each lock
 -- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
 -- ARGV[2...] four for each name, in the order of KEYS:
---            owner    the field CLIENT:THREAD that gives back
+--            owner    the field CLIENT:THREAD that releases
 --            channel  where the lock's waiters listen (an argument: it is not a key)
 --            lease    ms that the holds that stay are entitled to, a whole number above 0
 --            leave    the count to leave, 0 to free the lock
@@ -12,11 +12,11 @@
 -- Reply: ticket, then two values for each name:
 --   1, 0        the lock is free: the key is deleted, `0` was published
 --   0, leave    the owner still holds `leave`; the expiry is at least the lease
---   2, count    nothing was changed: the owner's count is below `leave` already (0: no field, not the owner)
+--   2, count    nothing was changed: the owner's count is below `leave` already (0: no field)
 --   3, message  the server's refusal for this name; the lock is not free
 --
--- Idempotent: it sets the count that it was told to leave, so a second run changes nothing (and
--- answers 2, 0 where the first one freed the lock). A publish that the server refuses (ACL) never
+-- Idempotent: it sets the count to `leave`, so a second run changes nothing (and answers
+-- 2, 0 where the first one freed the lock). A publish that the server refuses (ACL) never
 -- keeps the lock. Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
 
 local function release(name, owner, channel, lease, leave)
