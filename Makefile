@@ -3,7 +3,7 @@
 # Most tests wait for leases rather than compute: more of them at once than there are cores.
 export RUST_TEST_THREADS ?= 12
 
-.PHONY: help demo test chaos interop bench lint doc clean-cache
+.PHONY: help demo test chaos interop bench lint deny advisories oldest-rust package doc ci clean-cache
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -23,11 +23,26 @@ interop: ## Run the scenarios side by side with every Redisson version (needs a 
 bench: ## Run the benchmarks
 	bash .ci/with-redis --url-is-enough cargo bench --package redisson-lock-bench
 
-lint: ## Check the formatting and run clippy; a warning is an error
+lint: ## Check formatting, words, comments, commits, and run clippy; a warning is an error
 	bash .ci/lint
+
+deny: ## Check the licences, bans and sources of the dependencies (deny.toml)
+	bash .ci/deny
+
+advisories: ## Check the dependencies for known vulnerabilities (needs the host of the database)
+	bash .ci/deny advisories
+
+oldest-rust: ## Build the library with the oldest Rust that it supports
+	bash .ci/oldest-rust
+
+package: ## Pack the library as it would be published, and check the list of files
+	bash .ci/package
 
 doc: ## Build the documentation; a warning is an error
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
 
-clean-cache: ## Remove the server that was put into .cache
+ci: ## Run everything that has to pass before a change lands
+	bash .ci/run
+
+clean-cache: ## Remove what was put into .cache: a server, cargo-deny, the oldest Rust
 	rm -rf .cache
