@@ -2,6 +2,7 @@
 
 pub mod bench;
 pub mod java;
+pub mod log;
 pub mod observe;
 pub mod process;
 pub mod proxy;
