@@ -80,6 +80,8 @@ impl Settings {
         // Push messages beside replies, and maps as maps
         // (https://github.com/redis/redis-specifications, RESP3).
         config.version = RespVersion::RESP3;
+        // Each connection begins with database 0, and selecting it needs a right.
+        config.database = config.database.filter(|database| *database != 0);
         if config
             .username
             .as_deref()
@@ -351,7 +353,8 @@ mod properties {
             match parse(&url) {
                 Ok(settings) => {
                     prop_assert!(database < 256);
-                    prop_assert_eq!(settings.config.database, u8::try_from(database).ok());
+                    let selected = u8::try_from(database).ok().filter(|database| *database != 0);
+                    prop_assert_eq!(settings.config.database, selected);
                     let named = (!user.is_empty()).then(|| inline(&user));
                     prop_assert_eq!(&settings.config.username, &named);
                     prop_assert_eq!(&settings.config.password, &Some(inline(&password)));

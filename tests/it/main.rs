@@ -13,6 +13,7 @@ mod crowd;
 mod deadlock_detection;
 mod docs;
 mod error_texts;
+mod errors;
 mod faults;
 mod force_unlock;
 mod force_unlock_turns;
