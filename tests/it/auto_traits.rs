@@ -71,6 +71,11 @@ mod checked {
         );
         sends_forever(lock.run(async { String::new() }));
         sends_forever(lock.try_run(async { String::new() }));
+        sends_forever(lock.run_with(async |guard| guard.remaining_lease()));
+        sends_forever(lock.run_with(async move |guard| {
+            tokio::task::yield_now().await;
+            guard.name().to_owned()
+        }));
         sends_forever(
             lock.lock()
                 .timeout(Duration::ZERO)

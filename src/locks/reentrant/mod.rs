@@ -98,11 +98,11 @@ impl ReentrantLock {
     ///
     /// # Cancel safety
     /// As [`run`](Self::run).
-    pub async fn run_with<F, T>(&self, work: F) -> Result<T, Error>
+    pub fn run_with<F, T>(&self, work: F) -> impl Future<Output = Result<T, Error>> + use<F, T>
     where
         F: AsyncFnOnce(&LockGuard) -> T,
     {
-        self.lock().run_with(work).await
+        self.lock().run_with(work)
     }
 
     /// Acquires the lock if it is free, runs the future as its owner, and releases the lock. `None`
