@@ -3,7 +3,7 @@
 //!
 //! `PROPTEST_CASES` makes more cases, and `PROPTEST_RNG_SEED` repeats a run.
 
-mod input;
+mod arguments;
 mod urls;
 
 use std::fmt::Debug;

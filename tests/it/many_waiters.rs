@@ -124,7 +124,7 @@ impl Crowd {
             ("RECHECK", &recheck),
         ];
         let workers = (0..processes)
-            .map(|_| Worker::start("crowd::worker_process", "wait", &settings))
+            .map(|_| Worker::start("many_waiters::worker_process", "wait", &settings))
             .collect();
         wait_until("every process waits", LIMIT, || {
             number(&mut redis, &ready) == processes
