@@ -1,4 +1,4 @@
-//! Hazard: a user with few rights. What is not needed may be missing, and what is missing is told.
+//! An ACL user with few rights: which rights are needed, and what a missing right changes.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use crate::support::observe::{hold_count, ttl};
 use crate::support::server::Server;
 use redisson_lock::{Error, LockClient};
 
-/// The rule that the documentation gives, so that it is the documentation that is tested.
+/// The rule of docs/wire-format.md, so that the tests cover the documentation.
 fn documented_rule() -> String {
     let text = include_str!("../../docs/wire-format.md");
     let rule = text
@@ -19,7 +19,7 @@ fn documented_rule() -> String {
     )
 }
 
-/// Adds a user with that rule, and gives the URL to connect as that user.
+/// Adds a user with that rule, and returns the URL that connects as that user.
 fn user(server: &Server, name: &str, rule: &str) -> String {
     let mut command = redis::cmd("ACL");
     command.arg("SETUSER").arg(name).arg("on").arg(">secret");
@@ -28,7 +28,7 @@ fn user(server: &Server, name: &str, rule: &str) -> String {
     });
     let _: () = command
         .query(&mut server.connection())
-        .expect("the server takes the rule");
+        .expect("the server accepts the rule");
     server
         .url()
         .replace("redis://", &format!("redis://{name}:secret@"))
@@ -38,12 +38,12 @@ async fn refusals(server: &Server) -> i64 {
     let log: Vec<redis::Value> = redis::cmd("ACL")
         .arg("LOG")
         .query(&mut server.connection())
-        .expect("the server tells what it refused");
+        .expect("the server returns its ACL log");
     log.len() as i64
 }
 
 #[tokio::test]
-async fn the_documented_rule_is_enough_and_nothing_is_refused() {
+async fn documented_acl_rule_allows_every_command() {
     let server = Server::start();
     let url = user(&server, "app", &documented_rule());
     let owner = LockClient::connect(&url).await.unwrap();
@@ -82,7 +82,7 @@ async fn the_documented_rule_is_enough_and_nothing_is_refused() {
     )
     .await;
     guard.unlock().await.unwrap();
-    // Far below the re-check interval, so it was the message.
+    // Far below the re-check interval: the message woke the waiter.
     tokio::time::timeout(Duration::from_secs(20), waiting)
         .await
         .unwrap()
@@ -101,10 +101,10 @@ async fn the_documented_rule_is_enough_and_nothing_is_refused() {
 }
 
 #[tokio::test]
-async fn without_the_channel_a_waiter_goes_on_by_rechecks() {
+async fn waiter_without_channel_right_acquires_by_recheck() {
     let server = Server::start();
     let rule = documented_rule().replace("&redisson_lock__channel:{app:*}*", "");
-    let url = user(&server, "mute", &rule);
+    let url = user(&server, "nochannel", &rule);
     let client = LockClient::builder()
         .recheck_interval(Duration::from_millis(50))
         .connect(&url)
@@ -128,13 +128,13 @@ async fn without_the_channel_a_waiter_goes_on_by_rechecks() {
 }
 
 #[tokio::test]
-async fn without_the_right_to_load_scripts_or_to_see_client_info_everything_works() {
+async fn missing_script_load_and_client_info_rights_break_nothing() {
     let server = Server::start();
     let rule = documented_rule()
         .replace("+script|load", "")
         .replace("+client|info", "")
         .replace("+info", "");
-    let url = user(&server, "plain", &rule);
+    let url = user(&server, "noload", &rule);
     let client = LockClient::builder()
         .recheck_interval(Duration::from_millis(50))
         .connect(&url)
@@ -155,13 +155,13 @@ async fn without_the_right_to_load_scripts_or_to_see_client_info_everything_work
 }
 
 #[tokio::test]
-async fn a_missing_right_is_a_typed_error_and_leaves_nothing() {
+async fn missing_pexpire_right_is_server_error_and_leaves_no_key() {
     let server = Server::start();
     let rule = documented_rule().replace("+pexpire", "");
-    let url = user(&server, "lame", &rule);
+    let url = user(&server, "nopexpire", &rule);
     let client = LockClient::connect(&url).await.unwrap();
     let Err(Error::Server { error, .. }) = client.lock("app:order").lock().await else {
-        panic!("a lock without an expiry was taken");
+        panic!("the lock was acquired without an expiry");
     };
     assert!(
         error.message().contains("can't run this command"),

@@ -1,7 +1,6 @@
-//! Anything at all as a name, a lease, a URL, a count or an id: it is refused by a typed error, or
-//! it works.
+//! Arbitrary names, leases, URLs, counts and ids: each is refused with a typed error, or it works.
 //!
-//! `PROPTEST_CASES` makes more cases, and `PROPTEST_RNG_SEED` repeats a run.
+//! `PROPTEST_CASES` sets the number of cases, and `PROPTEST_RNG_SEED` repeats a run.
 
 mod arguments;
 mod urls;
@@ -13,7 +12,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{TestCaseResult, TestRunner};
 use redisson_lock::{LockClient, LockClientBuilder};
 
-/// How long anything may take that comes by itself.
+/// The limit for every step that is waited for.
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// Longer than any test.
@@ -21,7 +20,7 @@ const NEVER: Duration = Duration::from_secs(3600);
 
 const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
 
-/// A client that sends nothing by itself, as no reply is late and nothing is looked after.
+/// A client that sends nothing on its own: no reply is late, no renewal and no re-check is due.
 fn quiet() -> LockClientBuilder {
     LockClient::builder()
         .watchdog_timeout(NEVER)
@@ -37,7 +36,7 @@ fn runtime() -> tokio::runtime::Runtime {
         .expect("a runtime")
 }
 
-/// Tries a property; nothing is written to disk.
+/// Checks a property. Nothing is written to disk.
 fn check<S: Strategy>(cases: u32, strategy: S, property: impl Fn(S::Value) -> TestCaseResult)
 where
     S::Value: Debug,
@@ -55,7 +54,7 @@ where
     }
 }
 
-/// Text with what texts are known to trip over.
+/// Text with characters that parsers and formatters often mishandle.
 fn odd_text(longest: usize) -> impl Strategy<Value = String> {
     let odd = prop::sample::select(
         "{}\0\r\n\t \"'\\:/@?#%*[]$+-0\u{7f}\u{85}\u{a0}\u{202e}\u{2028}\u{feff}\u{301}\u{10ffff}é🧀"
@@ -66,7 +65,7 @@ fn odd_text(longest: usize) -> impl Strategy<Value = String> {
     prop::collection::vec(one, 0..longest).prop_map(|text| text.into_iter().collect())
 }
 
-/// Any time: at the bounds, short, and out of all reason.
+/// A duration: at the bounds, short, or far beyond them.
 fn any_duration() -> impl Strategy<Value = Duration> {
     let at = |bound: Duration| {
         (0..3_u64).prop_map(move |nanos| {

@@ -1,4 +1,5 @@
-//! What may cross threads: checked by the compiler, so the tests are done when this file is built.
+//! Which public types and futures are `Send`, `Sync` and `'static`. The compiler checks most of it;
+//! one test moves values between threads.
 
 use std::fmt::{Debug, Display};
 use std::future::Ready;
@@ -17,8 +18,8 @@ fn is_sync<T: Sync + ?Sized>() {}
 fn is_static<T: 'static + ?Sized>() {}
 fn is_value<T: Clone + Debug + Eq + Send + Sync + 'static>() {}
 
-fn sends<T: Send>(_: T) {}
-fn sends_forever<T: Send + 'static>(_: T) {}
+fn assert_send<T: Send>(_: T) {}
+fn assert_send_static<T: Send + 'static>(_: T) {}
 fn resolves_to<T>(_: impl Future<Output = T>) {}
 
 /// Never called: it is enough that it compiles.
@@ -26,7 +27,7 @@ fn resolves_to<T>(_: impl Future<Output = T>) {}
 mod checked {
     use super::*;
 
-    fn handles_cross_threads_and_are_shared() {
+    fn handles_are_send_and_sync() {
         is_send::<LockClient>();
         is_sync::<LockClient>();
         is_static::<LockClient>();
@@ -40,7 +41,7 @@ mod checked {
         is_sync::<LockClientBuilder>();
     }
 
-    fn requests_cross_threads_with_what_they_run() {
+    fn requests_are_send() {
         is_send::<LockRequest>();
         is_static::<LockRequest>();
         is_send::<TryLockRequest>();
@@ -50,74 +51,73 @@ mod checked {
         is_static::<WithOwner<Ready<u8>>>();
     }
 
-    fn every_future_of_a_client_is_send(client: LockClient) {
-        sends_forever(LockClient::connect("redis://localhost"));
-        sends_forever(LockClient::builder().connect("redis://localhost"));
-        sends(client.shutdown());
+    fn client_futures_are_send(client: LockClient) {
+        assert_send_static(LockClient::connect("redis://localhost"));
+        assert_send_static(LockClient::builder().connect("redis://localhost"));
+        assert_send(client.shutdown());
     }
 
-    fn every_future_of_a_lock_is_send(lock: ReentrantLock) {
-        sends_forever(lock.lock().into_future());
-        sends_forever(
+    fn lock_futures_are_send(lock: ReentrantLock) {
+        assert_send_static(lock.lock().into_future());
+        assert_send_static(
             lock.lock()
                 .timeout(Duration::ZERO)
                 .lease(Duration::ZERO)
                 .into_future(),
         );
-        sends_forever(
+        assert_send_static(
             lock.try_lock_for(Duration::ZERO)
                 .lease(Duration::ZERO)
                 .into_future(),
         );
-        sends_forever(lock.run(async { String::new() }));
-        sends_forever(lock.try_run(async { String::new() }));
-        sends_forever(lock.run_with(async |guard| guard.remaining_lease()));
-        sends_forever(lock.run_with(async move |guard| {
+        assert_send_static(lock.run(async { String::new() }));
+        assert_send_static(lock.try_run(async { String::new() }));
+        assert_send_static(lock.run_with(async |guard| guard.remaining_lease()));
+        assert_send_static(lock.run_with(async move |guard| {
             tokio::task::yield_now().await;
             guard.name().to_owned()
         }));
-        sends_forever(
+        assert_send_static(
             lock.lock()
                 .timeout(Duration::ZERO)
                 .run(async { String::new() }),
         );
-        sends_forever(lock.try_lock().run(async { String::new() }));
-        sends_forever(lock.lock().with_owner(Owner::new()));
-        sends_forever(lock.lock().in_current_owner());
-        sends_forever(Owner::scope(lock.lock().into_future()));
-        sends(lock.unlock());
-        sends(lock.force_unlock());
-        sends(lock.is_locked());
-        sends(lock.is_held_by(Owner::new()));
-        sends(lock.hold_count_of(Owner::new()));
-        sends(lock.inspect());
+        assert_send_static(lock.try_lock().run(async { String::new() }));
+        assert_send_static(lock.lock().with_owner(Owner::new()));
+        assert_send_static(lock.lock().in_current_owner());
+        assert_send_static(Owner::scope(lock.lock().into_future()));
+        assert_send(lock.unlock());
+        assert_send(lock.force_unlock());
+        assert_send(lock.is_locked());
+        assert_send(lock.is_held_by(Owner::new()));
+        assert_send(lock.hold_count_of(Owner::new()));
+        assert_send(lock.inspect());
     }
 
-    /// The lock may be gone by the time that a request is awaited, and the guard by the time that
-    /// its loss is.
+    /// A request may outlive its lock, and the future of `lost` its guard.
     fn requests_borrow_nothing(lock: ReentrantLock, guard: LockGuard) {
         let (locking, trying, running) = (lock.lock(), lock.try_lock(), lock.run(async {}));
         drop(lock);
         let lost = guard.lost();
-        sends_forever(guard.unlock());
-        sends_forever((locking, trying, running, lost));
+        assert_send_static(guard.unlock());
+        assert_send_static((locking, trying, running, lost));
     }
 
-    fn a_guards_run_is_send_if_its_future_is(guard: LockGuard) {
-        sends(guard.run(async { String::new() }));
+    fn guard_run_is_send_if_its_future_is(guard: LockGuard) {
+        assert_send(guard.run(async { String::new() }));
         resolves_to::<Result<u8, Error>>(guard.run(async { 1 }));
         resolves_to::<LostReason>(guard.lost());
     }
 
-    /// Futures that stay on their thread may run under a lock, too, and need not live forever.
-    fn what_runs_need_not_be_send(lock: ReentrantLock, guard: LockGuard) {
+    /// A future that is neither `Send` nor `'static` may run under a lock.
+    fn guarded_future_need_not_be_send(lock: ReentrantLock, guard: LockGuard) {
         let local = Rc::new(1);
         resolves_to::<Result<i32, Error>>(lock.run(async { *local }));
         resolves_to::<Result<i32, Error>>(guard.run(async { *local }));
         resolves_to::<i32>(Owner::scope(async { *local }));
     }
 
-    fn values_are_values() {
+    fn values_are_clone_debug_and_eq() {
         is_value::<Error>();
         is_value::<Step>();
         is_value::<LostReason>();
@@ -135,7 +135,7 @@ mod checked {
         is_key::<ClientId>();
     }
 
-    fn errors_are_errors() {
+    fn error_implements_std_error() {
         fn is_error<T: std::error::Error + Display + Send + Sync + Clone + 'static>() {}
         is_error::<Error>();
         drop(Box::<dyn std::error::Error + Send + Sync>::from(
@@ -143,7 +143,7 @@ mod checked {
         ));
     }
 
-    fn everything_can_be_shown_in_a_log() {
+    fn public_types_are_debug() {
         fn is_debug<T: Debug>() {}
         is_debug::<LockClient>();
         is_debug::<LockClientBuilder>();
@@ -155,9 +155,9 @@ mod checked {
     }
 }
 
-/// What no compiler sees: that the futures do work on another thread, and after a move in between.
+/// The compiler cannot check that a value works on another thread, and after a move in between.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn guards_and_requests_work_on_another_thread_than_they_were_made_on() {
+async fn guard_and_request_work_on_another_thread() {
     let server = crate::support::server::Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(crate::support::server::unique("traits"));

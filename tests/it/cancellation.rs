@@ -1,4 +1,4 @@
-//! Cancellation: whatever future is dropped, wherever it stands, leaves nothing behind.
+//! Cancellation: a future that is dropped at any point leaves nothing behind.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -22,16 +22,16 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
-/// Far more than a give-back takes, far less than the leases in [`quiet`].
+/// Far longer than a release takes, far shorter than the leases of [`quiet`].
 const SOON: Duration = Duration::from_secs(10);
 const LEASE: Duration = Duration::from_secs(600);
-/// The shortest watchdog timeout that a busy machine keeps up with.
+/// The shortest watchdog timeout within which a busy machine renews reliably.
 const WATCHDOG: Duration = Duration::from_secs(6);
-/// How many futures are dropped unfinished in a storm, and by how many tasks.
+/// How many futures a test drops before they are finished, and how many tasks drop them.
 const DROPS: usize = 20_000;
 const TASKS: usize = 64;
 
-/// Settings by which nothing is sent by itself during a test.
+/// Settings with which the client sends nothing on its own during a test.
 fn quiet() -> LockClientBuilder {
     LockClient::builder()
         .watchdog_timeout(LEASE)
@@ -39,7 +39,7 @@ fn quiet() -> LockClientBuilder {
         .recheck_interval(LEASE)
 }
 
-/// How often each command was called; the observer's own questions are left out.
+/// How often each command was called, without the commands by which the test observes the server.
 fn calls(redis: &mut Connection) -> BTreeMap<String, i64> {
     let info: String = cmd("INFO").arg("commandstats").query(redis).unwrap();
     let calls = info.lines().filter_map(|line| {
@@ -59,19 +59,19 @@ fn keys(redis: &mut Connection) -> usize {
     cmd("DBSIZE").query(redis).unwrap()
 }
 
-/// Whether a key was removed by its expiry: then what should have been given back was not.
-fn assert_nothing_ran_out(redis: &mut Connection) {
+/// Asserts that no lock was freed by its expiry: each one has to be released.
+fn assert_no_key_expired(redis: &mut Connection) {
     let info: String = cmd("INFO").arg("stats").query(redis).unwrap();
     assert!(
         info.contains("expired_keys:0\r"),
-        "a lock ran out instead of being given back"
+        "a lock expired instead of being released"
     );
 }
 
-/// Waits until nobody has asked for a while: what was left to the background is over.
-fn wait_until_at_rest(redis: &mut Connection) {
+/// Waits until no script has run for 300 ms: the background has finished its work.
+fn wait_until_idle(redis: &mut Connection) {
     let mut last = (scripts(redis), Instant::now());
-    wait_until("the background is at rest", SOON, || {
+    wait_until("the background is idle", SOON, || {
         let now = scripts(redis);
         if now != last.0 {
             last = (now, Instant::now());
@@ -82,40 +82,40 @@ fn wait_until_at_rest(redis: &mut Connection) {
 
 /// Where a future is dropped.
 #[derive(Debug, Clone, Copy)]
-enum Cut {
-    /// Right after so many polls, if it is polled as often as that within a few milliseconds.
+enum DropPoint {
+    /// After so many polls, or after 3 ms if it is polled less often.
     Polls(usize),
     /// By a timeout.
     Time(Duration),
-    /// With its task, after so many steps of another.
+    /// Its task is aborted after so many yields of the task that spawned it.
     Abort(usize),
 }
 
-/// Drops futures at points that a seed decides, and counts them.
-struct Scissors {
+/// Drops futures at points that a seed decides, and counts the drops.
+struct Dropper {
     random: StdRng,
     dropped: usize,
     finished: Arc<AtomicUsize>,
 }
 
-impl Scissors {
-    fn next(&mut self) -> Cut {
+impl Dropper {
+    fn next(&mut self) -> DropPoint {
         match self.random.random_range(0..3) {
-            0 => Cut::Polls(self.random.random_range(0..8)),
-            1 => Cut::Time(Duration::from_micros(self.random.random_range(0..2_500))),
-            _ => Cut::Abort(self.random.random_range(0..24)),
+            0 => DropPoint::Polls(self.random.random_range(0..8)),
+            1 => DropPoint::Time(Duration::from_micros(self.random.random_range(0..2_500))),
+            _ => DropPoint::Abort(self.random.random_range(0..24)),
         }
     }
 
-    /// What the future came to, if it was quicker than the scissors.
-    async fn cut<F>(&mut self, future: F) -> Option<F::Output>
+    /// Drops the future at a random point. Returns its output if it was done before.
+    async fn run<F>(&mut self, future: F) -> Option<F::Output>
     where
         F: IntoFuture<Output: Send, IntoFuture: Send> + 'static,
         F::IntoFuture: 'static,
     {
         let future = future.into_future();
         let output = match self.next() {
-            Cut::Polls(polls) => {
+            DropPoint::Polls(polls) => {
                 let limited = Limited {
                     future: future.boxed(),
                     polls,
@@ -125,8 +125,8 @@ impl Scissors {
                     .ok()
                     .flatten()
             }
-            Cut::Time(limit) => timeout(limit, future).await.ok(),
-            Cut::Abort(steps) => {
+            DropPoint::Time(limit) => timeout(limit, future).await.ok(),
+            DropPoint::Abort(steps) => {
                 let task = tokio::spawn(future.in_current_owner());
                 for _ in 0..steps {
                     yield_now().await;
@@ -149,7 +149,7 @@ impl Scissors {
     }
 }
 
-/// A future that is given up after so many polls.
+/// Polls a future at most so many times.
 struct Limited<T> {
     future: BoxFuture<'static, T>,
     polls: usize,
@@ -171,7 +171,7 @@ impl<T> Future for Limited<T> {
     }
 }
 
-/// An answer that may come in a crowd of cancelled, forced and contending operations, and no other.
+/// The value of an answer. Panics on an error that concurrent operations do not explain.
 #[track_caller]
 fn expected<T>(answer: Result<T, Error>) -> Option<T> {
     match answer {
@@ -181,95 +181,96 @@ fn expected<T>(answer: Result<T, Error>) -> Option<T> {
     }
 }
 
-/// One operation of a random kind, cut at a random point.
-async fn operate(scissors: &mut Scissors, lock: &ReentrantLock) {
-    let brief = Duration::from_micros(scissors.random.random_range(0..3_000));
+/// One operation of a random kind, dropped at a random point.
+async fn operate(dropper: &mut Dropper, lock: &ReentrantLock) {
+    let brief = Duration::from_micros(dropper.random.random_range(0..3_000));
     let work = move || async move {
         yield_now().await;
         sleep(brief / 8).await;
     };
-    match scissors.random.random_range(0..32) {
-        0..4 => drop(scissors.cut(lock.lock()).await.and_then(expected)),
+    match dropper.random.random_range(0..32) {
+        0..4 => drop(dropper.run(lock.lock()).await.and_then(expected)),
         4..7 => drop(
-            scissors
-                .cut(lock.lock().timeout(brief))
+            dropper
+                .run(lock.lock().timeout(brief))
                 .await
                 .and_then(expected),
         ),
         7..9 => drop(
-            scissors
-                .cut(lock.lock().lease(LEASE))
+            dropper
+                .run(lock.lock().lease(LEASE))
                 .await
                 .and_then(expected),
         ),
-        9..11 => drop(scissors.cut(lock.try_lock()).await.and_then(expected)),
+        9..11 => drop(dropper.run(lock.try_lock()).await.and_then(expected)),
         11..13 => drop(
-            scissors
-                .cut(lock.try_lock_for(brief).lease(LEASE))
+            dropper
+                .run(lock.try_lock_for(brief).lease(LEASE))
                 .await
                 .and_then(expected),
         ),
-        13..16 => drop(scissors.cut(lock.run(work())).await.and_then(expected)),
+        13..16 => drop(dropper.run(lock.run(work())).await.and_then(expected)),
         16..21 => {
-            // A lock that is got in time, to be unlocked not quite to the end.
+            // Only the unlock is dropped.
             let guard = expected(lock.try_lock_for(brief).await).flatten();
             if let Some(guard) = guard {
-                scissors.cut(guard.unlock()).await.and_then(expected);
+                dropper.run(guard.unlock()).await.and_then(expected);
             }
         }
-        21..25 => Owner::scope(forget_and_unlock(scissors, lock, brief)).await,
-        25..29 => Owner::scope(enter_twice(scissors, lock)).await,
+        21..25 => Owner::scope(detach_and_unlock(dropper, lock, brief)).await,
+        25..29 => Owner::scope(reenter(dropper, lock)).await,
         29..31 => {
             if let Some(guard) = expected(lock.try_lock_for(brief).await).flatten() {
                 let guard = Arc::new(guard);
                 let running = Arc::clone(&guard);
-                scissors
-                    .cut(async move { running.run(work()).await })
+                dropper
+                    .run(async move { running.run(work()).await })
                     .await
                     .and_then(expected);
-                scissors.cut(guard.lost()).await;
+                dropper.run(guard.lost()).await;
             }
         }
         _ => {
             let lock = lock.clone();
-            scissors
-                .cut(async move { lock.force_unlock().await })
+            dropper
+                .run(async move { lock.force_unlock().await })
                 .await
                 .and_then(expected);
         }
     }
 }
 
-async fn forget_and_unlock(scissors: &mut Scissors, lock: &ReentrantLock, wait: Duration) {
+async fn detach_and_unlock(dropper: &mut Dropper, lock: &ReentrantLock, wait: Duration) {
     let Some(guard) = expected(lock.try_lock_for(wait).await).flatten() else {
         return;
     };
     let _ = guard.detach();
     let again = lock.clone();
-    if scissors
-        .cut(async move { again.unlock().await })
+    if dropper
+        .run(async move { again.unlock().await })
         .await
         .and_then(expected)
         .is_none()
     {
-        // One that was dropped before its first step did nothing; any other is finished without us.
+        // An unlock that was dropped before its first poll did nothing; the background finishes any
+        // other.
         expected(lock.unlock().await);
     }
 }
 
-async fn enter_twice(scissors: &mut Scissors, lock: &ReentrantLock) {
-    let outer = scissors.cut(lock.lock()).await.and_then(expected);
-    let inner = scissors
-        .cut(lock.try_lock())
+async fn reenter(dropper: &mut Dropper, lock: &ReentrantLock) {
+    let outer = dropper.run(lock.lock()).await.and_then(expected);
+    let inner = dropper
+        .run(lock.try_lock())
         .await
         .and_then(expected)
         .flatten();
     let mut guards: Vec<LockGuard> = outer.into_iter().chain(inner).collect();
-    if scissors.random.random() {
+    if dropper.random.random() {
         guards.reverse();
     }
     for guard in guards {
-        scissors.cut(guard.unlock()).await.and_then(expected);
+        dropper.run(guard.unlock()).await.and_then(expected);
     }
 }
 
@@ -281,25 +282,29 @@ fn runtime() -> Runtime {
         .unwrap()
 }
 
-/// Drops so many futures on that many locks, and looks for anything that they left.
-fn storm(drops: usize, locks: usize, mut trouble: impl FnMut(&mut Connection)) {
+/// Drops so many futures on that many locks, and checks that they leave nothing.
+fn drop_futures(drops: usize, locks: usize, mut inject_faults: impl FnMut(&mut Connection)) {
     let seed: u64 =
         env::var("CANCELLATION_SEED").map_or_else(|_| rand::random(), |seed| seed.parse().unwrap());
     println!("CANCELLATION_SEED={seed}");
     let server = Server::start();
     let mut redis = server.connection();
-    // Runtimes of their own, so that tasks can be counted.
-    let (here, elsewhere) = (runtime(), runtime());
-    let alive = || here.metrics().num_alive_tasks();
-    // More patience than trouble, so that no answer is an error.
+    // The client has a runtime of its own, so that its tasks can be counted.
+    let (client_runtime, other_runtime) = (runtime(), runtime());
+    let alive = || client_runtime.metrics().num_alive_tasks();
+    // The retries last longer than the faults, so that no operation fails.
     let builder = LockClient::builder()
         .watchdog_timeout(WATCHDOG)
         .command_timeout(SOON)
         .retry_timeout(6 * SOON);
-    let client = here.block_on(builder.connect(&server.url())).unwrap();
+    let client = client_runtime
+        .block_on(builder.connect(&server.url()))
+        .unwrap();
     let names: Vec<_> = (0..locks).map(|_| unique("stock")).collect();
-    here.block_on(client.lock(&names[0]).run(async {})).unwrap();
-    let tasks_at_rest = alive();
+    client_runtime
+        .block_on(client.lock(&names[0]).run(async {}))
+        .unwrap();
+    let idle_tasks = alive();
 
     let begun = Instant::now();
     let finished = Arc::new(AtomicUsize::new(0));
@@ -307,50 +312,57 @@ fn storm(drops: usize, locks: usize, mut trouble: impl FnMut(&mut Connection)) {
     let tasks: Vec<_> = (0..TASKS as u64)
         .map(|task| {
             let random = StdRng::seed_from_u64(seed.wrapping_add(task));
-            let mut scissors = Scissors {
+            let mut dropper = Dropper {
                 random,
                 dropped: 0,
                 finished: Arc::clone(&finished),
             };
             let locks = Arc::clone(&all);
-            here.spawn(async move {
-                while scissors.dropped <= drops / TASKS {
-                    let lock = &locks[scissors.random.random_range(0..locks.len())];
-                    operate(&mut scissors, lock).await;
+            client_runtime.spawn(async move {
+                while dropper.dropped <= drops / TASKS {
+                    let lock = &locks[dropper.random.random_range(0..locks.len())];
+                    operate(&mut dropper, lock).await;
                 }
             })
         })
         .collect();
     while tasks.iter().any(|task| !task.is_finished()) {
         assert!(begun.elapsed() < 6 * SOON, "a task hangs");
-        trouble(&mut redis);
+        inject_faults(&mut redis);
         std::thread::sleep(Duration::from_millis(10));
     }
     tasks
         .into_iter()
-        .for_each(|task| here.block_on(task).unwrap());
+        .for_each(|task| client_runtime.block_on(task).unwrap());
     let finished = finished.load(Ordering::Relaxed);
     println!(
         "{drops} dropped and {finished} finished on {locks} locks in {:?}",
         begun.elapsed()
     );
-    assert!(finished > drops / 20, "too few came far: {finished}");
+    assert!(
+        finished > drops / 20,
+        "too few futures finished: {finished}"
+    );
 
-    wait_until_at_rest(&mut redis);
+    wait_until_idle(&mut redis);
     wait_until("no key is left", SOON, || keys(&mut redis) == 0);
     wait_until("no subscription is left", SOON, || {
         channels(&mut redis) == 0
     });
-    wait_until("no task is left", SOON, || alive() == tasks_at_rest);
-    assert_nothing_ran_out(&mut redis);
-    // Whatever was still renewed would be within this time.
+    wait_until("no task is left", SOON, || alive() == idle_tasks);
+    assert_no_key_expired(&mut redis);
+    // A lock that is still renewed would be renewed within this time.
     let (before, begun) = (scripts(&mut redis), Instant::now());
     while begun.elapsed() < WATCHDOG / 3 + Duration::from_millis(500) {
-        assert_eq!(scripts(&mut redis), before, "somebody still asks");
-        assert_eq!(alive(), tasks_at_rest);
+        assert_eq!(
+            scripts(&mut redis),
+            before,
+            "the client still sends scripts"
+        );
+        assert_eq!(alive(), idle_tasks);
         std::thread::sleep(Duration::from_millis(20));
     }
-    elsewhere.block_on(async {
+    other_runtime.block_on(async {
         let other = LockClient::connect(&server.url()).await.unwrap();
         for name in &names {
             let guard = other
@@ -362,26 +374,26 @@ fn storm(drops: usize, locks: usize, mut trouble: impl FnMut(&mut Connection)) {
             guard.unlock().await.unwrap();
         }
     });
-    here.block_on(client.shutdown()).unwrap();
+    client_runtime.block_on(client.shutdown()).unwrap();
     wait_until("no task outlives the client", SOON, || alive() == 0);
 }
 
 #[test]
-fn twenty_thousand_futures_dropped_on_one_lock_leave_nothing() {
-    storm(DROPS, 1, |_| {});
+fn dropped_futures_on_one_lock_leave_nothing() {
+    drop_futures(DROPS, 1, |_| {});
 }
 
 #[test]
-fn twenty_thousand_futures_dropped_on_many_locks_leave_nothing() {
-    storm(DROPS, 128, |_| {});
+fn dropped_futures_on_many_locks_leave_nothing() {
+    drop_futures(DROPS, 128, |_| {});
 }
 
 #[test]
-fn futures_dropped_while_connections_are_lost_leave_nothing() {
+fn dropped_futures_during_connection_losses_leave_nothing() {
     let mut times = 0;
-    storm(DROPS / 2, 16, |redis| {
+    drop_futures(DROPS / 2, 16, |redis| {
         times += 1;
-        // Rare enough for a busy machine to make a new connection in between.
+        // Seldom enough for a busy machine to connect again in between.
         match times % 48 {
             8 => cmd("CLIENT")
                 .arg(&["KILL", "TYPE", "normal"])
@@ -395,22 +407,22 @@ fn futures_dropped_while_connections_are_lost_leave_nothing() {
             _ => {}
         }
     });
-    assert!(times > 24, "no trouble: {times}");
+    assert!(times > 24, "too few faults: {times}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_dropped_before_its_first_poll_sends_nothing() {
+async fn future_dropped_before_first_poll_sends_nothing() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = quiet().connect(&server.url()).await.unwrap();
     let (lock, held) = (client.lock(unique("free")), client.lock(unique("held")));
     let guard = held.lock().await.unwrap();
     let owner = Owner::new();
-    let forgotten = client.lock(unique("forgotten"));
-    let _ = forgotten.lock().with_owner(owner).await.unwrap().detach();
+    let detached = client.lock(unique("detached"));
+    let _ = detached.lock().with_owner(owner).await.unwrap().detach();
 
-    // What is sent later on the same connection arrives later, so one question tells of all before
-    // it.
+    // The server runs the calls of one connection in order: after the reply to this one, all
+    // earlier calls have run.
     let probe = client.lock(unique("probe"));
     let start = calls(&mut redis);
     assert!(!probe.is_locked().await.unwrap());
@@ -444,7 +456,7 @@ async fn what_is_dropped_before_its_first_poll_sends_nothing() {
             lock.lock().with_owner(guard.owner()),
         ));
     }
-    drop(forgotten.unlock().with_owner(owner));
+    drop(detached.unlock().with_owner(owner));
     drop((guard.lost(), guard.run(async { panic!("it ran") })));
     drop(Owner::scope(lock.run(async { panic!("it ran") })));
     drop((
@@ -453,7 +465,7 @@ async fn what_is_dropped_before_its_first_poll_sends_nothing() {
         quiet().connect(&server.url()),
     ));
     assert!(!probe.is_locked().await.unwrap());
-    // And for whatever the background might do.
+    // Time for the background to send something.
     sleep(Duration::from_millis(200)).await;
     let two = calls(&mut redis);
     for (command, count) in &two {
@@ -466,12 +478,12 @@ async fn what_is_dropped_before_its_first_poll_sends_nothing() {
     }
     assert_eq!(connections(&mut redis), connected);
     assert!(!guard.is_lost());
-    forgotten.unlock().with_owner(owner).await.unwrap();
+    detached.unlock().with_owner(owner).await.unwrap();
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_dropped_after_one_poll_leaves_nothing() {
+async fn future_dropped_after_one_poll_leaves_nothing() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = quiet().connect(&server.url()).await.unwrap();
@@ -499,10 +511,8 @@ async fn what_is_dropped_after_one_poll_leaves_nothing() {
         ("is_locked", |lock| {
             async move { drop(lock.is_locked().await) }.boxed()
         }),
-        ("remaining_ttl", |lock| {
-            async move { drop(ttl(&lock).await) }.boxed()
-        }),
-        ("owners", |lock| {
+        ("ttl", |lock| async move { drop(ttl(&lock).await) }.boxed()),
+        ("inspect", |lock| {
             async move { drop(lock.inspect().await) }.boxed()
         }),
         ("hold_count", |lock| {
@@ -524,7 +534,7 @@ async fn what_is_dropped_after_one_poll_leaves_nothing() {
             let mut future = begin(lock);
             let _ = poll!(&mut future);
             drop(future);
-            // What it has sent has been run when a later question is answered.
+            // The server answers this call after it has run those of the dropped future.
             assert!(!probe.is_locked().await.unwrap());
             wait_until(kind, SOON, || {
                 channels(&mut redis) == 0 && keys(&mut redis) == usize::from(held)
@@ -534,21 +544,21 @@ async fn what_is_dropped_after_one_poll_leaves_nothing() {
                     .try_lock()
                     .await
                     .unwrap()
-                    .expect("it is free")
+                    .expect("the lock is free")
                     .unlock()
                     .await
                     .unwrap(),
                 Some(guard) => guard.unlock().await.unwrap(),
             }
-            // Who was waiting in the dropped one's stead would have it by now.
+            // A waiter that replaced the dropped one would hold the lock by now.
             wait_until(kind, SOON, || keys(&mut redis) == 0);
         }
     }
-    assert_nothing_ran_out(&mut redis);
+    assert_no_key_expired(&mut redis);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_give_back_that_is_dropped_after_one_poll_is_finished() {
+async fn release_dropped_after_one_poll_is_finished() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = quiet().connect(&server.url()).await.unwrap();
@@ -557,14 +567,16 @@ async fn a_give_back_that_is_dropped_after_one_poll_is_finished() {
         let mut unlock = Box::pin(lock.lock().await.unwrap().unlock());
         let _ = poll!(&mut unlock);
         drop(unlock);
-        wait_until("a guard is given back", SOON, || keys(&mut redis) == 0);
+        wait_until("the guard's hold is released", SOON, || {
+            keys(&mut redis) == 0
+        });
 
         Owner::scope(async {
             let _ = lock.lock().await.unwrap().detach();
             let mut unlock = Box::pin(lock.unlock());
             let _ = poll!(&mut unlock);
             drop(unlock);
-            wait_until("a forgotten hold is given back", SOON, || {
+            wait_until("the detached hold is released", SOON, || {
                 keys(&mut redis) == 0
             });
             assert!(matches!(lock.unlock().await, Err(Error::NotHeld { .. })));
@@ -575,14 +587,14 @@ async fn a_give_back_that_is_dropped_after_one_poll_is_finished() {
         let mut forced = Box::pin(lock.force_unlock());
         let _ = poll!(&mut forced);
         drop(forced);
-        // It looks first; only then is the owner told, and only after that is anything freed.
+        // A force unlock reads the owner, then notifies it, then frees the lock.
         assert!(
             guard.is_lost() || keys(&mut redis) == 1,
-            "its owner is told before anybody else can have it"
+            "the owner is notified before another owner can acquire"
         );
-        // A force unlock need not be finished; then the guard's end frees the lock.
+        // If the force unlock is not finished, the release of the guard frees the lock.
         drop(guard);
-        wait_until("it is freed, by force or by the guard", SOON, || {
+        wait_until("the lock is freed, by force or by the guard", SOON, || {
             keys(&mut redis) == 0
         });
     }
@@ -592,7 +604,7 @@ async fn a_give_back_that_is_dropped_after_one_poll_is_finished() {
     assert!(matches!(lock.lock().await, Err(Error::Closed)));
     timeout(SOON, client.shutdown())
         .await
-        .expect("it hangs")
+        .expect("the shutdown hangs")
         .unwrap();
     wait_until("no connection is left", SOON, || {
         connections(&mut redis) == 1
@@ -600,7 +612,7 @@ async fn a_give_back_that_is_dropped_after_one_poll_is_finished() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn connecting_that_is_dropped_anywhere_closes_what_it_opened() {
+async fn dropped_connect_closes_its_connections() {
     let server = Server::start();
     let mut redis = server.connection();
     let url = server.url();
@@ -608,21 +620,21 @@ async fn connecting_that_is_dropped_anywhere_closes_what_it_opened() {
     let tasks_before = tasks.num_alive_tasks();
     for round in 0..300 {
         let mut connecting = Box::pin(LockClient::connect(&url));
-        // On a busy machine the other threads may have done everything by the end of one poll.
+        // On a busy machine the other threads may finish everything within one poll.
         let Poll::Pending = poll!(&mut connecting) else {
             continue;
         };
-        // At once, or with a connection or two, or with all that it takes.
+        // Dropped before, between and after its connections are open.
         let _ = timeout(Duration::from_micros(30) * round, connecting).await;
     }
-    // Both at once: without a task nothing is opened later.
-    wait_until("neither task nor connection is left", SOON, || {
+    // Both at the same time: without a task no connection is opened later.
+    wait_until("no task and no connection is left", SOON, || {
         tasks.num_alive_tasks() == tasks_before && connections(&mut redis) == 1
     });
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_abandoned_win_takes_nothing_of_its_owners_next_hold() {
+async fn release_of_dropped_grant_keeps_owners_next_hold() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = quiet().connect(&server.url()).await.unwrap();
@@ -630,17 +642,20 @@ async fn an_abandoned_win_takes_nothing_of_its_owners_next_hold() {
     let lock = client.lock(&name);
     for round in 0..200 {
         Owner::scope(async {
-            let mut abandoned = lock.lock().into_future();
-            let _ = poll!(&mut abandoned);
+            let mut pending = lock.lock().into_future();
+            let _ = poll!(&mut pending);
             for _ in 0..round % 8 {
                 yield_now().await;
             }
-            drop(abandoned);
-            let guard = timeout(SOON, lock.lock()).await.expect("it hangs").unwrap();
+            drop(pending);
+            let guard = timeout(SOON, lock.lock())
+                .await
+                .expect("the acquire hangs")
+                .unwrap();
             let holds = |redis: &mut Connection| -> Vec<i64> {
                 cmd("HVALS").arg(&name).query(redis).unwrap()
             };
-            // The give-back may come before or after, but it leaves this one.
+            // The release of the dropped grant runs before or after this, and keeps this hold.
             wait_until("one hold is left", SOON, || {
                 let now = holds(&mut redis);
                 assert!(now == [1] || now == [2], "{now:?}");

@@ -1,4 +1,4 @@
-//! Connecting: what went wrong, in words that help.
+//! Connecting: error types, error messages and the connect timeout.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,10 +10,10 @@ use redisson_lock::{Error, LockClient};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, copy};
 use tokio::net::{TcpListener, TcpStream};
 
-/// `redis://host/99`: the server answers `ERR DB index is out of range`. That is a refusal
-/// (Error::Server, "the server's words"), not "the server cannot be reached, and nothing was sent".
+/// `redis://host/99`: the server answers `ERR DB index is out of range`. It was reached, so this is
+/// not [`Error::Connection`].
 #[tokio::test]
-async fn a_database_that_the_server_does_not_have_is_a_refusal() {
+async fn unknown_database_is_server_error() {
     let server = Server::start();
     let url = format!(
         "{}/99",
@@ -27,10 +27,9 @@ async fn a_database_that_the_server_does_not_have_is_a_refusal() {
     assert!(matches!(error, Error::Server { .. }), "{error:?}");
 }
 
-/// Two servers in a service's settings, one is down: which? The message must name host and port
-/// (they are no secret).
+/// A service with two servers needs to know which of them is down. Host and port are no secret.
 #[tokio::test]
-async fn a_refused_connection_names_the_address() {
+async fn refused_connection_error_names_address() {
     let error = LockClient::connect("redis://user:hidden@127.0.0.1:1")
         .await
         .unwrap_err()
@@ -39,28 +38,30 @@ async fn a_refused_connection_names_the_address() {
     assert!(error.contains("127.0.0.1:1"), "{error}");
     assert!(
         !error.contains("Os {"),
-        "Debug output in a message for people: {error}"
+        "the message contains Debug output: {error}"
     );
 }
 
-/// The error for a lease says "allowed: 1 ms to 3650 days", but 1 ms is never granted: its proof is
-/// 0 ms.
+/// [`Error::InvalidLease`] states that 1 ms is allowed, so such a lease can be granted.
 #[tokio::test]
-async fn the_shortest_allowed_lease_can_be_had() {
+async fn shortest_allowed_lease_is_granted() {
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("shortest"));
-    let mut had = 0;
+    let mut granted = 0;
     for _ in 0..50 {
-        had += u32::from(lock.lock().lease(Duration::from_millis(1)).await.is_ok());
+        granted += u32::from(lock.lock().lease(Duration::from_millis(1)).await.is_ok());
     }
-    assert!(had > 0, "1 ms was refused 50 times, with Error::Lost");
+    assert!(
+        granted > 0,
+        "a lease of 1 ms was not granted in 50 attempts"
+    );
 }
 
 /// In a cluster a script may touch the keys of one slot only: two locks that are renewed together
-/// would both be lost. Half a support is worse than none.
+/// would both be lost.
 #[tokio::test]
-async fn a_cluster_is_refused_rather_than_half_supported() {
+async fn cluster_is_refused() {
     let server = Server::builder().arg("--cluster-enabled", "yes").start();
     let mut redis = server.connection();
     redis::cmd("CLUSTER")
@@ -83,36 +84,36 @@ async fn a_cluster_is_refused_rather_than_half_supported() {
     assert!(error.to_string().contains("cluster"), "{error}");
 }
 
-/// Valkey 8 and 9 name the mode `server_mode`. Redis is made to speak so.
+/// Valkey 8 and 9 name the mode `server_mode`. A proxy renames it in the replies of Redis.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cluster_of_valkey_is_refused() {
+async fn valkey_cluster_is_refused() {
     let server = Server::builder().arg("--cluster-enabled", "yes").start();
     assert!(
         LockClient::connect(&server.url()).await.is_err(),
-        "as Redis names it"
+        "the cluster is refused as Redis names its mode"
     );
-    let (url, spoken) = as_valkey(server.port()).await;
-    let told = LockClient::connect(&url).await;
+    let (url, renamed) = valkey_proxy(server.port()).await;
+    let outcome = LockClient::connect(&url).await;
     assert!(
-        spoken.load(Ordering::Acquire),
-        "the client did not ask, or was told otherwise: {told:?}"
+        renamed.load(Ordering::Acquire),
+        "no reply named `server_mode`: {outcome:?}"
     );
     assert!(
-        matches!(told, Err(Error::UnsupportedServer { .. })),
-        "connected to a cluster: {told:?}; a lock there: {:?}",
-        told.as_ref().unwrap().lock("a").lock().await
+        matches!(outcome, Err(Error::InvalidConfig { .. })),
+        "connected to a cluster: {outcome:?}; a lock there: {:?}",
+        outcome.as_ref().unwrap().lock("a").lock().await
     );
 }
 
-/// A way to the server on which it names its mode as Valkey does, and whether it has done so.
-async fn as_valkey(server: u16) -> (String, Arc<AtomicBool>) {
+/// The URL of a proxy that names the server's mode as Valkey does, and whether a reply named it.
+async fn valkey_proxy(server: u16) -> (String, Arc<AtomicBool>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("redis://{}", listener.local_addr().unwrap());
-    let spoken = Arc::new(AtomicBool::new(false));
-    let speaks = Arc::clone(&spoken);
+    let renamed = Arc::new(AtomicBool::new(false));
+    let renamed_in_reply = Arc::clone(&renamed);
     tokio::spawn(async move {
         while let Ok((mut client, _)) = listener.accept().await {
-            let spoken = Arc::clone(&speaks);
+            let renamed = Arc::clone(&renamed_in_reply);
             tokio::spawn(async move {
                 let mut server = TcpStream::connect(("127.0.0.1", server)).await.unwrap();
                 let (mut from_client, mut to_client) = client.split();
@@ -120,60 +121,60 @@ async fn as_valkey(server: u16) -> (String, Arc<AtomicBool>) {
                 let replies = async {
                     let mut buffer = vec![0; 65_536];
                     while let Ok(length @ 1..) = from_server.read(&mut buffer).await {
-                        // Of the same length: one letter less in a line that nobody reads.
+                        // Keep the length: shorten a field that the client does not read.
                         let reply = String::from_utf8_lossy(&buffer[..length])
                             .replace("redis_mode:cluster", "server_mode:cluster")
                             .replace("redis_git_dirty:", "redis_git_dirt:");
-                        spoken.fetch_or(reply.contains("server_mode:cluster"), Ordering::AcqRel);
+                        renamed.fetch_or(reply.contains("server_mode:cluster"), Ordering::AcqRel);
                         if to_client.write_all(reply.as_bytes()).await.is_err() {
                             return;
                         }
                     }
                 };
-                // However it ends: the client has gone.
+                // An error means that the client has closed the connection.
                 let _ = tokio::join!(copy(&mut from_client, &mut to_server), replies);
             });
         }
     });
-    (url, spoken)
+    (url, renamed)
 }
 
-/// Connecting has many steps, and the limit is for all of them: the reply that is lost is to the
-/// loading of a script.
+/// The timeout limits all steps of connecting. Here the reply to the loading of a script is lost.
 #[tokio::test(flavor = "multi_thread")]
-async fn connecting_takes_no_longer_than_its_timeout() {
+async fn connect_timeout_limits_all_steps() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     proxy.next_reply_to(&["SCRIPT", "LOAD"], Fate::Swallow);
     let began = Instant::now();
     let builder = LockClient::builder().command_timeout(Duration::from_secs(60));
-    let told = builder
+    let outcome = builder
         .connect_timeout(Duration::from_millis(500))
         .connect(&proxy.url())
         .await;
     assert_eq!(proxy.applied(), 1);
     assert!(
         began.elapsed() < Duration::from_secs(5),
-        "{:?} instead of 500 ms: {told:?}",
+        "{:?} instead of 500 ms: {outcome:?}",
         began.elapsed()
     );
 }
 
-/// A server that stops, or a balancer that hangs up. No such time has passed.
+/// A server stops, or a load balancer closes the connection. The error reports no time that has not
+/// passed.
 #[tokio::test]
-async fn a_connection_that_is_closed_while_connecting_is_no_timeout() {
+async fn connection_closed_while_connecting_is_no_timeout() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     proxy.next_reply_to(&["CLIENT", "INFO"], Fate::Close);
     let begun = Instant::now();
     let error = LockClient::connect(&proxy.url()).await.unwrap_err();
     let took = begun.elapsed();
-    let told = match error {
+    let reported = match error {
         Error::Timeout { after, .. } => after,
         _ => Duration::ZERO,
     };
     assert!(
-        told < took + Duration::from_secs(1),
+        reported < took + Duration::from_secs(1),
         "after {took:?}: {error}"
     );
 }

@@ -1,4 +1,4 @@
-//! Holds that no guard stands for, in trouble.
+//! Detached holds at a shutdown, after a failed force unlock and after a refused unlock.
 
 use std::future::ready;
 use std::time::{Duration, Instant};
@@ -15,10 +15,10 @@ fn ms(m: u64) -> Duration {
     Duration::from_millis(m)
 }
 
-/// `LockClient::shutdown`: "holds that are still there are lost with Shutdown (their keys stay
-/// until their leases run out, so that nobody else gets in while their code may still run)"
+/// A shutdown leaves the keys of holds that were not released until their leases expire: code that
+/// relies on them may still run.
 #[tokio::test]
-async fn a_shutdown_leaves_the_key_of_a_forgotten_hold() {
+async fn shutdown_keeps_key_of_detached_hold() {
     let server = Server::start();
     let client = LockClient::builder()
         .command_timeout(ms(500))
@@ -32,15 +32,15 @@ async fn a_shutdown_leaves_the_key_of_a_forgotten_hold() {
     async { lock.lock().await.unwrap().detach() }
         .with_owner(owner)
         .await;
-    // Another piece of the same owner's code, which the shutdown stops.
+    // Other code of the same owner, which the shutdown stops.
     let running = tokio::spawn(
         async move { inner.run(std::future::pending::<()>()).await }.with_owner(owner),
     );
-    wait_until_async("it runs", ms(10_000), || async {
+    wait_until_async("the code runs", ms(10_000), || async {
         lock.hold_count_of(owner).await == Ok(2)
     })
     .await;
-    // So that the shutdown takes half a second: a future that nobody polls.
+    // A future that is not polled: the shutdown waits half a second for it.
     let other = client.lock(unique("other"));
     let mut parked = Box::pin(async { other.lock().await });
     assert!(poll!(&mut parked).is_pending());
@@ -49,13 +49,13 @@ async fn a_shutdown_leaves_the_key_of_a_forgotten_hold() {
     let got = rival.lock(&name).try_lock().await.unwrap();
     assert!(
         got.is_none(),
-        "a rival has the lock, whose forgotten hold was neither unlocked nor is its lease over"
+        "a rival acquired the lock before the detached hold was unlocked or expired"
     );
 }
 
-/// docs/safety.md: "the margin is the owner's: nobody gets in before the lease itself is over"
+/// The loss is reported a margin before the lease expires; the lock stays held during the margin.
 #[tokio::test]
-async fn nobody_gets_in_before_the_lease_of_a_forgotten_hold_is_over() {
+async fn lock_stays_held_until_lease_of_detached_hold_expires() {
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let name = unique("stock");
@@ -69,18 +69,18 @@ async fn nobody_gets_in_before_the_lease_of_a_forgotten_hold_is_over() {
         sleep(ms(20)).await;
         drop(guard);
         sleep(ms(100)).await;
-        let is_there = exists(&mut redis, &name);
+        let is_held = exists(&mut redis, &name);
         let after = begun.elapsed();
         assert!(
-            is_there || after > ms(9_900),
+            is_held || after > ms(9_900),
             "the key was gone {after:?} after a lease of 10 s began"
         );
     })
     .await;
 }
 
-/// Its owners have been told: whoever of them comes last sees to it that nothing stays.
-async fn a_failed_force_unlock(what: &str) {
+/// The holds were reported as lost: the last one that ends removes the key all the same.
+async fn check_failed_force_unlock(case: &str) {
     let server = Server::start();
     let client = LockClient::builder()
         .retry_timeout(Duration::from_millis(300))
@@ -98,15 +98,15 @@ async fn a_failed_force_unlock(what: &str) {
     };
     let (forced, unlocked, again) = Owner::scope(async {
         let mut guard = Some(lock.lock().lease(Duration::from_secs(3600)).await.unwrap());
-        if what == "forgotten before" {
+        if case == "detached before" {
             let _ = guard.take().unwrap().detach();
         }
-        // The master has lost its replica for a while (the setting is what docs/safety.md advises).
+        // The master has lost its replica for a while (docs/safety.md recommends the setting).
         replicas("1");
         let forced = lock.force_unlock().await;
         assert!(matches!(forced, Err(Error::Server { .. })), "{forced:?}");
         replicas("0");
-        if what == "forgotten after" {
+        if case == "detached after" {
             let _ = guard.take().unwrap().detach();
         }
         let unlocked = match guard {
@@ -116,29 +116,29 @@ async fn a_failed_force_unlock(what: &str) {
         (forced, unlocked, lock.unlock().await)
     })
     .await;
-    let told = format!(
-        "{forced:?}, then {unlocked:?}, then {again:?}; {} ms to go",
+    let outcomes = format!(
+        "{forced:?}, then {unlocked:?}, then {again:?}; ttl {} ms",
         pttl(&mut redis, &name)
     );
-    wait_until_async(&told, SOON, || ready(!exists(&mut redis, &name))).await;
+    wait_until_async(&outcomes, SOON, || ready(!exists(&mut redis, &name))).await;
 }
 
 #[tokio::test]
-async fn a_force_unlock_that_failed_leaves_nothing_of_a_guard() {
-    a_failed_force_unlock("guard").await;
+async fn failed_force_unlock_leaves_nothing_of_guard() {
+    check_failed_force_unlock("guard").await;
 }
 
 #[tokio::test]
-async fn a_force_unlock_that_failed_leaves_nothing_of_a_hold_that_was_forgotten_before() {
-    a_failed_force_unlock("forgotten before").await;
+async fn failed_force_unlock_leaves_nothing_of_hold_detached_before() {
+    check_failed_force_unlock("detached before").await;
 }
 
 #[tokio::test]
-async fn a_force_unlock_that_failed_leaves_nothing_of_a_hold_that_was_forgotten_after() {
-    a_failed_force_unlock("forgotten after").await;
+async fn failed_force_unlock_leaves_nothing_of_hold_detached_after() {
+    check_failed_force_unlock("detached after").await;
 }
 
-async fn repeated(owner: Owner) {
+async fn check_repeat_of_refused_unlock(owner: Owner) {
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
@@ -164,7 +164,7 @@ async fn repeated(owner: Owner) {
         let count = hold_count(&lock).await;
         assert!(
             second.is_ok() || count == Ok(0),
-            "the server's word is a hold count of {count:?}, and unlock says {second:?}"
+            "the server's hold count is {count:?}, and unlock returned {second:?}"
         );
     }
     .with_owner(owner)
@@ -172,18 +172,18 @@ async fn repeated(owner: Owner) {
 }
 
 #[tokio::test]
-async fn an_unlock_that_was_refused_can_be_repeated_by_a_private_owner() {
-    repeated(Owner::new()).await;
+async fn refused_unlock_can_be_repeated_by_private_owner() {
+    check_repeat_of_refused_unlock(Owner::new()).await;
 }
 
 #[tokio::test]
-async fn an_unlock_that_was_refused_can_be_repeated_by_a_owner_with_a_given_id() {
-    repeated(Owner::from_thread_id(7).unwrap()).await;
+async fn refused_unlock_can_be_repeated_by_owner_with_thread_id() {
+    check_repeat_of_refused_unlock(Owner::from_thread_id(7).unwrap()).await;
 }
 
-/// What the refused unlock leaves is not renewed, but the guard beside it is.
+/// The hold of the refused unlock is renewed no more, but the guard of the same owner is.
 #[tokio::test]
-async fn an_unlock_that_was_refused_stops_no_renewal_of_the_guard_beside_it() {
+async fn refused_unlock_keeps_renewal_of_owners_guard() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -203,15 +203,12 @@ async fn an_unlock_that_was_refused_stops_no_renewal_of_the_guard_beside_it() {
                 .unwrap()
         };
         rights("-hset");
-        let told = lock.unlock().await;
-        assert!(matches!(told, Err(Error::Server { .. })), "{told:?}");
+        let refused = lock.unlock().await;
+        assert!(matches!(refused, Err(Error::Server { .. })), "{refused:?}");
         rights("+hset");
-        // Well beyond the end of what was proved then: that nothing is lost is no event.
+        // Longer than the lease that was valid then: no event shows that nothing is lost.
         sleep(ms(4_000)).await;
-        assert!(
-            !guard.is_lost(),
-            "the guard's lease was not renewed any more"
-        );
+        assert!(!guard.is_lost(), "the guard's lease was renewed no more");
         lock.unlock().await.unwrap();
         guard.unlock().await.unwrap();
     })

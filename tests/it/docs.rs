@@ -1,15 +1,15 @@
-//! The documents name tests: they exist.
+//! The tests that docs/safety.md names exist.
 
 #[test]
-fn every_test_that_safety_md_names_exists() {
+fn tests_named_in_safety_md_exist() {
     let root = env!("CARGO_MANIFEST_DIR");
     let text = std::fs::read_to_string(format!("{root}/docs/safety.md")).unwrap();
     let mut missing = Vec::new();
     for row in text.lines().filter(|l| l.starts_with('|')) {
-        let Some(shown) = row.trim_end_matches([' ', '|']).rsplit('|').next() else {
+        let Some(tests) = row.trim_end_matches([' ', '|']).rsplit('|').next() else {
             continue;
         };
-        let words: Vec<_> = shown.split('`').collect();
+        let words: Vec<_> = tests.split('`').collect();
         let mut file = None;
         for word in words.iter().skip(1).step_by(2) {
             let places = [

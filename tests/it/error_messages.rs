@@ -1,4 +1,4 @@
-//! Error messages and their documented meaning, as a newcomer meets them.
+//! Error variants and messages for common mistakes and for failures while connecting.
 
 use std::io::{Read, Write};
 use std::time::Duration;
@@ -6,9 +6,9 @@ use std::time::Duration;
 use crate::support::server::{Server, unique};
 use redisson_lock::{Error, LockClient};
 
-/// `Error::Connection` is documented: "The server cannot be reached, and nothing was changed."
+/// [`Error::Connection`] states that the server cannot be reached. Here it may have run the call.
 #[tokio::test]
-async fn a_question_that_was_sent_is_not_told_as_unsent() {
+async fn sent_inspect_without_reply_is_no_connection_error() {
     let server = Server::start();
     let client = LockClient::builder()
         .command_timeout(Duration::from_millis(300))
@@ -23,22 +23,22 @@ async fn a_question_that_was_sent_is_not_told_as_unsent() {
     server.resume();
     assert!(
         !matches!(error, Error::Connection { .. }),
-        "the question was sent, and the error says nothing was: {error:?}"
+        "the call was sent, and the error states that it was not: {error:?}"
     );
 }
 
-/// A host that does not exist: the message is for people, not Rust's Debug.
+/// A host that does not exist. The message contains no Debug output of an I/O error.
 #[tokio::test]
-async fn unknown_host_is_told_without_debug_noise() {
+async fn unknown_host_error_contains_no_debug_output() {
     let error = LockClient::connect("redis://no.such.host.invalid:6379")
         .await
         .unwrap_err();
     assert!(!error.to_string().contains("Custom {"), "{error}");
 }
 
-/// Wrong port: something else than Redis answers there.
+/// Wrong port: another service answers there.
 #[tokio::test]
-async fn wrong_port_with_another_service_says_that_it_is_no_redis() {
+async fn wrong_port_error_mentions_redis() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::spawn(move || {
@@ -58,9 +58,9 @@ async fn wrong_port_with_another_service_says_that_it_is_no_redis() {
     assert!(text.contains("Redis") || text.contains("redis"), "{text}");
 }
 
-/// A database number out of bounds names what is wrong.
+/// A database that is not a number.
 #[tokio::test]
-async fn database_number_is_named() {
+async fn invalid_database_error_names_database() {
     let error = LockClient::connect("redis://127.0.0.1:6379/abc")
         .await
         .unwrap_err();
@@ -70,9 +70,9 @@ async fn database_number_is_named() {
     assert!(problem.contains("database"), "{error}");
 }
 
-/// A URL without a scheme, the commonest mistake.
+/// A URL without a scheme. The message of the URL parser does not name the mistake.
 #[tokio::test]
-async fn missing_scheme_is_named() {
+async fn missing_scheme_error_hides_parser_message() {
     let error = LockClient::connect("127.0.0.1:6379").await.unwrap_err();
     assert!(
         !error.to_string().contains("relative URL without a base"),
@@ -80,9 +80,8 @@ async fn missing_scheme_is_named() {
     );
 }
 
-/// README: "each says what the caller does next".
 #[tokio::test]
-async fn a_server_that_is_not_there_says_what_to_do() {
+async fn refused_connection_error_gives_advice() {
     let error = LockClient::connect("redis://127.0.0.1:1")
         .await
         .unwrap_err();
@@ -93,9 +92,8 @@ async fn a_server_that_is_not_there_says_what_to_do() {
     );
 }
 
-/// Password missing and wrong.
 #[tokio::test]
-async fn passwords() {
+async fn missing_or_wrong_password_is_server_error() {
     let server = Server::builder().password("secret7").start();
     for url in [
         format!("redis://127.0.0.1:{}", server.port()),
@@ -107,9 +105,8 @@ async fn passwords() {
     }
 }
 
-/// A server that stands still.
 #[tokio::test]
-async fn silent_server_at_connect() {
+async fn paused_server_at_connect_is_timeout() {
     let server = Server::start();
     server.pause();
     let begun = std::time::Instant::now();

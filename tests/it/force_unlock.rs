@@ -1,5 +1,5 @@
-//! A force unlock that gets no reply: its repeat frees nobody else, whoever it took the lock from
-//! hears of it, and what it tells is true.
+//! A force unlock whose reply is lost: its repeat frees the tenure of no other owner, the owner
+//! that lost the lock is notified, and the answer is true.
 
 use std::time::Duration;
 
@@ -11,29 +11,29 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 const SOON: Duration = Duration::from_secs(10);
-/// What no test waits for.
+/// Longer than any test.
 const LEASE: Duration = Duration::from_secs(600);
-/// What a request contains that is the first to free the lock: the script publishes there.
-const FREES: [&str; 2] = ["EVALSHA", "redisson_lock__channel"];
+/// The parts of the request that frees the lock: its script publishes the release there.
+const FREEING_CALL: [&str; 2] = ["EVALSHA", "redisson_lock__channel"];
 
-/// Waits for the lock in a task of its own, and is in line for it by now.
-fn next_in_line(
+/// Spawns a waiter for the lock, and returns when it is subscribed.
+fn spawn_next_waiter(
     client: &LockClient,
     name: &str,
     redis: &mut redis::Connection,
 ) -> JoinHandle<LockGuard> {
     let lock = client.lock(name);
     let next = tokio::spawn(async move { lock.lock().lease(LEASE).await.unwrap() });
-    wait_until("the next one listens", SOON, || {
+    wait_until("the next waiter is subscribed", SOON, || {
         subscribers(redis, name) == 1
     });
     next
 }
 
-/// The repeat of a force unlock comes when the lock is another's: that one was not meant, and does
-/// not hear of it. If it were freed, two would be sure of the lock.
+/// The repeat of a force unlock runs when the next owner holds the lock, and does not notify that
+/// owner. If it freed the lock, two owners would be sure of it.
 #[tokio::test(flavor = "multi_thread")]
-async fn the_repeat_of_a_force_unlock_frees_no_second_owner() {
+async fn repeated_force_unlock_keeps_next_owner() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -43,30 +43,33 @@ async fn the_repeat_of_a_force_unlock_frees_no_second_owner() {
     let third = LockClient::connect(&server.url()).await.unwrap();
     let name = unique("stock");
     let _stale = others.lock(&name).lock().await.unwrap();
-    let next = next_in_line(&others, &name, &mut redis);
-    // The repeat comes when the command timeout is over.
-    proxy.next_reply_to(&FREES, Fate::Swallow);
+    let next = spawn_next_waiter(&others, &name, &mut redis);
+    // The repeat is sent after the command timeout.
+    proxy.next_reply_to(&FREEING_CALL, Fate::Swallow);
     let lock = operator.lock(&name);
     let forced = tokio::spawn(async move { lock.force_unlock().await });
     let guard = timeout(SOON, next)
         .await
-        .expect("the first sending freed it")
+        .expect("the first call freed the lock")
         .unwrap();
     assert!(exists(&mut redis, &name) && !guard.is_lost());
-    let answer = timeout(SOON, forced).await.expect("it hangs").unwrap();
+    let answer = timeout(SOON, forced)
+        .await
+        .expect("the call hangs")
+        .unwrap();
     assert_eq!(proxy.applied(), 1);
     let rival = third.lock(&name).try_lock().await.unwrap();
     assert!(
         guard.is_lost() || rival.is_none(),
-        "two are sure of the lock after one force unlock: {answer:?}"
+        "two owners are sure of the lock after one force unlock: {answer:?}"
     );
 }
 
-/// The next in line is of the same client, and has the lock between the force unlock and its
-/// repeat. If the repeat took it, nothing but this client could tell its guard: a lease of one's
-/// own is not renewed, so nobody asks.
+/// The next waiter belongs to the same client, and holds the lock between the force unlock and its
+/// repeat. If the repeat freed that hold, only this client could notify its guard: a hold with a
+/// lease is not renewed, so no renewal finds the loss.
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_a_force_unlock_took_the_lock_from_in_its_own_client_hears_of_it_at_once() {
+async fn force_unlock_notifies_owner_of_same_client_at_once() {
     const ROUNDS: usize = 40;
     let server = Server::start();
     let mut redis = server.connection();
@@ -75,13 +78,16 @@ async fn whoever_a_force_unlock_took_the_lock_from_in_its_own_client_hears_of_it
     for _ in 0..ROUNDS {
         let name = unique("stock");
         let stale = client.lock(&name).lock().await.unwrap();
-        let next = next_in_line(&client, &name, &mut redis);
-        proxy.next_reply_to(&FREES, Fate::Close);
+        let next = spawn_next_waiter(&client, &name, &mut redis);
+        proxy.next_reply_to(&FREEING_CALL, Fate::Close);
         let answer = client.lock(&name).force_unlock().await;
         assert!(stale.is_lost(), "{answer:?}");
-        let guard = timeout(SOON, next).await.expect("it was freed").unwrap();
+        let guard = timeout(SOON, next)
+            .await
+            .expect("the lock was freed")
+            .unwrap();
         wait_until(
-            "it has the lock, or was told",
+            "the guard holds the lock, or was notified",
             Duration::from_secs(1),
             || guard.is_lost() || exists(&mut redis, &name),
         );
@@ -89,9 +95,9 @@ async fn whoever_a_force_unlock_took_the_lock_from_in_its_own_client_hears_of_it
     assert_eq!(proxy.applied(), ROUNDS);
 }
 
-/// The repeat finds the lock free. That is no reason to tell the operator that nothing was held.
+/// The repeat finds the lock free. The answer is still that the lock was held.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_force_unlock_that_freed_a_lock_says_so_also_when_its_first_reply_was_lost() {
+async fn force_unlock_with_lost_reply_reports_that_it_freed() {
     for fate in [Fate::Swallow, Fate::Close] {
         let server = Server::start();
         let proxy = Proxy::start(&server).await;
@@ -100,21 +106,21 @@ async fn a_force_unlock_that_freed_a_lock_says_so_also_when_its_first_reply_was_
         let other = LockClient::connect(&server.url()).await.unwrap();
         let name = unique("stock");
         let _stale = other.lock(&name).lock().await.unwrap();
-        proxy.next_reply_to(&FREES, fate);
+        proxy.next_reply_to(&FREEING_CALL, fate);
         assert_eq!(
             operator.lock(&name).force_unlock().await,
             Ok(true),
-            "it was held, and this call freed it"
+            "the lock was held, and this call freed it"
         );
         assert_eq!(proxy.applied(), 1);
         assert!(!exists(&mut server.connection(), &name));
     }
 }
 
-/// The owner is of the same client, and locks again as soon as it hears of the loss, perhaps before
-/// the repeat. To the script its second possession looks like the first.
+/// The owner belongs to the same client, and locks again as soon as it is notified of the loss,
+/// perhaps before the repeat. To the script its second tenure looks like the first.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_repeated_force_unlock_takes_no_later_possession() {
+async fn repeated_force_unlock_keeps_later_tenure() {
     const ROUNDS: usize = 20;
     let server = Server::start();
     let mut redis = server.connection();
@@ -134,23 +140,23 @@ async fn a_repeated_force_unlock_takes_no_later_possession() {
             };
             tokio::spawn(locks_twice.with_owner(Owner::new()))
         };
-        wait_until("it is held", SOON, || exists(&mut redis, &name));
+        wait_until("the lock is held", SOON, || exists(&mut redis, &name));
         proxy.next_reply_to(&[sha1_of("force_unlock")], Fate::Close);
         let freed = lock.force_unlock().await;
         assert_eq!(proxy.applied(), round);
-        let second = timeout(SOON, again).await.expect("it hangs").unwrap();
-        // Whether anything is still under way nobody tells; what is, arrives within milliseconds.
+        let second = timeout(SOON, again).await.expect("the call hangs").unwrap();
+        // No event shows that no request is in transit; one that is arrives within milliseconds.
         sleep(Duration::from_millis(50)).await;
         let rival = outside.lock(&name).try_lock().await.unwrap();
         assert!(
             second.is_lost() || rival.is_none(),
-            "two are sure of the lock in round {round}: {freed:?}"
+            "two owners are sure of the lock in round {round}: {freed:?}"
         );
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_force_unlock_whose_look_gets_no_answer_tells_that_nothing_was_freed() {
+async fn force_unlock_without_inspect_reply_is_inspect_timeout() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let limit = Duration::from_millis(300);
@@ -161,15 +167,15 @@ async fn a_force_unlock_whose_look_gets_no_answer_tells_that_nothing_was_freed()
         .await
         .unwrap();
     proxy.set(Way::Both, Flow::Hold);
-    let told = client.lock(unique("stock")).force_unlock().await;
+    let answer = client.lock(unique("stock")).force_unlock().await;
     assert!(
         matches!(
-            told,
+            answer,
             Err(Error::Timeout {
                 step: Step::Inspect,
                 ..
             })
         ),
-        "{told:?}"
+        "{answer:?}"
     );
 }

@@ -1,5 +1,5 @@
-//! A force unlock in between the operations of an owner of its own client: it finds whoever the
-//! server names, also while that one comes or goes, and takes nothing else from it.
+//! A force unlock between the operations of an owner of the same client: it frees the tenure that
+//! the server reports, also while the owner acquires or releases, and no other tenure.
 
 use std::time::Duration;
 
@@ -11,16 +11,16 @@ use redisson_lock::{LockClient, Owner, OwnerExt};
 use tokio::time::{sleep, timeout};
 
 const SOON: Duration = Duration::from_secs(20);
-/// What no test waits for, and what is not renewed: only the client itself could tell such an owner.
+/// Longer than any test, and not renewed: only the client itself can notify such an owner.
 const LEASE: Duration = Duration::from_secs(600);
 
 fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// The server has granted it, and the client does not know it yet.
+/// The server has granted the lock, and the client has not read the reply yet.
 #[tokio::test]
-async fn an_owner_whose_grant_is_on_its_way_hears_of_a_force_unlock() {
+async fn force_unlock_notifies_owner_with_grant_in_transit() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::connect(&server.url()).await.unwrap();
@@ -28,7 +28,7 @@ async fn an_owner_whose_grant_is_on_its_way_hears_of_a_force_unlock() {
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
     let parked = park(lock.lock().lease(LEASE));
-    wait_until_async("it was granted", SOON, || {
+    wait_until_async("the lock is granted", SOON, || {
         std::future::ready(exists(&mut redis, &name))
     })
     .await;
@@ -38,22 +38,21 @@ async fn an_owner_whose_grant_is_on_its_way_hears_of_a_force_unlock() {
         .try_lock()
         .await
         .unwrap()
-        .expect("it was freed");
-    // It may as well wait for the rival, or be told of an error: only a guard says that it has the
-    // lock.
+        .expect("the lock was freed");
+    // The acquire may also wait for the rival, or fail: only a guard claims to hold the lock.
     if let Ok(Ok(guard)) = timeout(ms(1_000), parked).await {
         let lost = timeout(ms(500), guard.lost()).await;
         assert!(
             lost.is_ok(),
-            "two are sure of the lock, the server says {:?}",
+            "two owners are sure of the lock, the server reports {:?}",
             owner_counts(&mut redis, &name)
         );
     }
 }
 
-/// The same without a parked future: the caller's task is merely busy for a moment.
+/// The same without a parked future: the caller's task is busy for a moment.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_owner_whose_task_is_busy_hears_of_a_force_unlock() {
+async fn force_unlock_notifies_owner_with_busy_task() {
     const ROUNDS: usize = 200;
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
@@ -67,15 +66,16 @@ async fn an_owner_whose_task_is_busy_hears_of_a_force_unlock() {
         let rival = other.lock(&name).try_lock().await.unwrap();
         assert!(
             guard.is_lost() || rival.is_none(),
-            "two are sure of the lock in round {round}: {forced:?}"
+            "two owners are sure of the lock in round {round}: {forced:?}"
         );
     }
 }
 
-/// The owner is seen while it has the lock, and unlocks and locks again while the force unlock is
-/// under way, whose connection is lost. To the script its second possession looks like the first.
+/// The force unlock reads the owner while it holds the lock. The reply to the script is lost with
+/// its connection, and the owner unlocks and locks again before the repeat. To the script its
+/// second tenure looks like the first.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_repeated_force_unlock_of_a_owner_that_is_leaving_takes_no_later_possession() {
+async fn repeated_force_unlock_of_releasing_owner_keeps_later_tenure() {
     const ROUNDS: usize = 6;
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
@@ -93,33 +93,36 @@ async fn a_repeated_force_unlock_of_a_owner_that_is_leaving_takes_no_later_posse
             let lock = lock.clone();
             async move { lock.force_unlock().await }
         });
-        wait_until_async("its look is answered", SOON, || {
+        wait_until_async("the server answers the read of the owner", SOON, || {
             std::future::ready(proxy.touched() > before)
         })
         .await;
         let again = tokio::spawn(async move {
-            let told = first.unlock().await;
-            (told, lock.lock().lease(LEASE).with_owner(owner).await)
+            let unlocked = first.unlock().await;
+            (unlocked, lock.lock().lease(LEASE).with_owner(owner).await)
         });
-        let forced = timeout(SOON, forced).await.expect("it hangs").unwrap();
+        let forced = timeout(SOON, forced)
+            .await
+            .expect("the call hangs")
+            .unwrap();
         proxy.set(Way::Replies, Flow::Pass);
-        let (told, second) = timeout(SOON, again).await.expect("it hangs").unwrap();
-        // Whether anything is still under way nobody tells; what is, arrives within milliseconds.
+        let (unlocked, second) = timeout(SOON, again).await.expect("the call hangs").unwrap();
+        // No event shows that no request is in transit; one that is arrives within milliseconds.
         sleep(ms(100)).await;
         proxy.no_more_fates();
         let second = second.unwrap();
         let rival = outside.lock(&name).try_lock().await.unwrap();
         assert!(
             second.is_lost() || rival.is_none(),
-            "two are sure of the lock in round {round}: {forced:?}; unlocked: {told:?}"
+            "two owners are sure of the lock in round {round}: {forced:?}; unlocked: {unlocked:?}"
         );
     }
 }
 
-/// The owner was told by the clock, a margin before the server's lease is over, and locks again in
-/// that margin.
+/// The loss is reported a margin before the lease expires on the server, and the owner locks again
+/// within that margin.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_repeated_force_unlock_of_a_owner_whose_lease_ran_out_takes_no_later_possession() {
+async fn repeated_force_unlock_of_expired_owner_keeps_later_tenure() {
     const ROUNDS: usize = 3;
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
@@ -138,28 +141,28 @@ async fn a_repeated_force_unlock_of_a_owner_whose_lease_ran_out_takes_no_later_p
         first.lost().await;
         proxy.next_reply_to(&[sha1_of("force_unlock")], Fate::Close);
         let (forced, second) = tokio::join!(lock.force_unlock(), async {
-            // When the force unlock has looked, about.
+            // About when the force unlock has read the owner.
             sleep(ms(3)).await;
             tokio::spawn(lock.lock().lease(LEASE).with_owner(owner))
                 .await
                 .unwrap()
                 .unwrap()
         });
-        // As above.
+        // A request that is still in transit arrives within milliseconds.
         sleep(ms(50)).await;
         let rival = outside.lock(&name).try_lock().await.unwrap();
         assert!(
             second.is_lost() || rival.is_none(),
-            "two are sure of the lock in round {round}: {forced:?}"
+            "two owners are sure of the lock in round {round}: {forced:?}"
         );
         proxy.no_more_fates();
     }
 }
 
-/// It looked while nobody had the lock, and went on only when somebody did: it freed nothing, and
-/// may tell nobody of a loss.
+/// The force unlock reads the state while the lock is free, and continues only when an owner holds
+/// it: it frees nothing, and notifies no owner of a loss.
 #[tokio::test]
-async fn a_force_unlock_that_found_nothing_takes_nothing() {
+async fn force_unlock_of_free_lock_keeps_later_grant() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -168,7 +171,8 @@ async fn a_force_unlock_that_found_nothing_takes_nothing() {
     let name = lock.name().to_owned();
     proxy.set(Way::Both, Flow::Hold);
     proxy.close_now();
-    // The client has to notice, and shows that to nobody. Then both wait for a connection.
+    // The client has to notice the closed connection, which no event shows. Then both requests wait
+    // for a connection.
     sleep(ms(200)).await;
     let parked = park(lock.lock());
     sleep(ms(5)).await;
@@ -176,14 +180,14 @@ async fn a_force_unlock_that_found_nothing_takes_nothing() {
     proxy.set(Way::Both, Flow::Pass);
     sleep(ms(500)).await;
     assert!((&mut forced).now_or_never().is_none());
-    // It looks, and is not polled when it has.
+    // It reads the state, and is not polled when the reply arrives.
     sleep(ms(100)).await;
     let guard = parked.await.unwrap();
     assert_eq!(forced.await, Ok(false));
     assert!(exists(&mut redis, &name));
     assert!(
         !guard.is_lost(),
-        "told of {:?}, and has the lock",
+        "notified of {:?}, and holds the lock",
         guard.lost().now_or_never()
     );
 }

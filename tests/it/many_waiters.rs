@@ -1,5 +1,5 @@
-//! A crowd: ten processes with fifty waiters each in front of one lock. Everybody is served, and
-//! nobody asks without a reason.
+//! Many waiters in several processes wait for one lock: each one is served, and no process sends
+//! more than one attempt per unlock.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
@@ -14,54 +14,54 @@ use futures::poll;
 use redis::{Connection, cmd};
 use redisson_lock::LockClient;
 
-/// Far more than a crowd needs to be served, far less than the leases here: who sleeps to the TTL
-/// is too late.
+/// Far longer than all waiters need, far shorter than the leases here: a waiter that sleeps until
+/// the TTL has passed exceeds it.
 const LIMIT: Duration = Duration::from_secs(60);
 const LEASE: Duration = Duration::from_secs(600);
 const PROCESSES: usize = 10;
 const WAITERS: usize = 50;
 
-/// What the server was asked to do, as its MONITOR tells it.
-struct Monitor(Arc<Mutex<Heard>>);
+/// Counts the scripts in the output of the server's MONITOR.
+struct Monitor(Arc<Mutex<Counts>>);
 
 #[derive(Default)]
-struct Heard {
-    /// By the connection that asked.
-    acquires: HashMap<String, u64>,
+struct Counts {
+    /// By connection.
+    attempts: HashMap<String, u64>,
     releases: u64,
 }
 
 impl Monitor {
-    /// Listens until the server ends.
+    /// Reads until the server stops.
     fn start(server: &Server) -> Self {
         let mut stream = TcpStream::connect(("127.0.0.1", server.port())).unwrap();
         stream.write_all(b"MONITOR\r\n").unwrap();
         let mut lines = BufReader::new(stream).lines();
         assert_eq!(lines.next().unwrap().unwrap(), "+OK");
-        let heard = Arc::<Mutex<Heard>>::default();
-        let noted = Arc::clone(&heard);
+        let counts = Arc::<Mutex<Counts>>::default();
+        let counted = Arc::clone(&counts);
         std::thread::spawn(move || {
             // +1700000000.000000 [0 127.0.0.1:40000] "EVALSHA" "sha1" ...
             for line in lines.map_while(Result::ok) {
-                let mut heard = noted.lock().unwrap();
+                let mut counts = counted.lock().unwrap();
                 if line.contains(sha1_of("acquire")) {
                     let from = line.split([' ', ']']).nth(2).unwrap().to_owned();
-                    *heard.acquires.entry(from).or_default() += 1;
+                    *counts.attempts.entry(from).or_default() += 1;
                 } else if line.contains(sha1_of("release")) {
-                    heard.releases += 1;
+                    counts.releases += 1;
                 }
             }
         });
-        Self(heard)
+        Self(counts)
     }
 
     fn releases(&self) -> u64 {
         self.0.lock().unwrap().releases
     }
 
-    /// How often each connection has asked for a lock.
-    fn acquires(&self) -> Vec<u64> {
-        self.0.lock().unwrap().acquires.values().copied().collect()
+    /// How many attempts each connection has sent.
+    fn attempts(&self) -> Vec<u64> {
+        self.0.lock().unwrap().attempts.values().copied().collect()
     }
 }
 
@@ -83,8 +83,8 @@ fn scripts(redis: &mut Connection) -> String {
         .to_owned()
 }
 
-/// A lock that somebody holds by hand, and processes whose waiters all stand in front of it.
-struct Crowd {
+/// A lock that is held by a raw write, and processes whose waiters all wait for it.
+struct Contenders {
     redis: Connection,
     lock: String,
     served: String,
@@ -92,8 +92,8 @@ struct Crowd {
     size: usize,
 }
 
-impl Crowd {
-    fn gather(
+impl Contenders {
+    fn start(
         server: &Server,
         url: &str,
         processes: usize,
@@ -138,14 +138,14 @@ impl Crowd {
         }
     }
 
-    /// Waits until every process listens, and has asked again since.
-    fn wait_until_parked(&mut self) {
+    /// Waits until every process is subscribed, and has sent its attempt after that.
+    fn wait_until_idle(&mut self) {
         let processes = self.workers.len();
-        wait_until("every process listens", LIMIT, || {
+        wait_until("every process is subscribed", LIMIT, || {
             subscribers(&mut self.redis, &self.lock) == processes
         });
         let mut last = (scripts(&mut self.redis), Instant::now());
-        wait_until("the crowd sleeps", LIMIT, || {
+        wait_until("no process sends an attempt", LIMIT, || {
             let now = scripts(&mut self.redis);
             if now != last.0 {
                 last = (now, Instant::now());
@@ -154,11 +154,11 @@ impl Crowd {
         });
     }
 
-    /// Frees the lock by hand, as an owner in another process does; with or without a message.
-    fn free(&mut self, told: bool) {
+    /// Frees the lock by a raw write, as another process would, with or without a message.
+    fn free(&mut self, publish: bool) {
         let mut free = redis::pipe();
         free.atomic().del(&self.lock);
-        if told {
+        if publish {
             free.publish(format!("redisson_lock__channel:{{{}}}", self.lock), "0");
         }
         free.exec(&mut self.redis).unwrap();
@@ -168,12 +168,12 @@ impl Crowd {
         number(&mut self.redis, &self.served)
     }
 
-    /// Waits until everybody was served, and every process ended well.
-    fn disperse(mut self) {
+    /// Waits until every waiter is served and every process has exited with success.
+    fn finish(mut self) {
         for worker in &mut self.workers {
             assert!(
                 worker.ended(LIMIT).success(),
-                "a waiter was not served, or was not alone"
+                "a waiter was not served, or two owners held the lock"
             );
         }
         assert_eq!(self.served(), self.size);
@@ -183,44 +183,44 @@ impl Crowd {
 }
 
 #[test]
-fn ten_processes_ask_once_for_each_unlock() {
+fn ten_processes_attempt_once_per_unlock() {
     let server = Server::start();
-    let mut crowd = Crowd::gather(&server, &server.url(), PROCESSES, WAITERS, LEASE);
-    crowd.wait_until_parked();
+    let mut contenders = Contenders::start(&server, &server.url(), PROCESSES, WAITERS, LEASE);
+    contenders.wait_until_idle();
     let monitor = Monitor::start(&server);
     let begun = Instant::now();
-    crowd.free(true);
-    wait_until("everybody is served", LIMIT, || {
-        monitor.releases() == crowd.size as u64
+    contenders.free(true);
+    wait_until("every waiter is served", LIMIT, || {
+        monitor.releases() == contenders.size as u64
     });
     let took = begun.elapsed();
-    crowd.disperse();
-    // One unlock by hand, and one by everybody who was served.
+    contenders.finish();
+    // One raw unlock, and one by each waiter.
     let unlocks = (PROCESSES * WAITERS) as u64 + 1;
-    let asked = monitor.acquires();
+    let attempts = monitor.attempts();
     println!(
-        "{unlocks} unlocks in {took:?}: {} tries, by process {asked:?}",
-        asked.iter().sum::<u64>()
+        "{unlocks} unlocks in {took:?}: {} attempts, by process {attempts:?}",
+        attempts.iter().sum::<u64>()
     );
-    assert_eq!(asked.len(), PROCESSES);
-    for tries in asked {
+    assert_eq!(attempts.len(), PROCESSES);
+    for count in attempts {
         assert!(
-            tries >= WAITERS as u64,
-            "{tries} tries cannot have served {WAITERS}"
+            count >= WAITERS as u64,
+            "{count} attempts cannot have served {WAITERS}"
         );
         assert!(
-            tries <= unlocks,
-            "{tries} tries of one process for {unlocks} unlocks"
+            count <= unlocks,
+            "{count} attempts of one process for {unlocks} unlocks"
         );
     }
 }
 
 #[test]
-fn a_crowd_whose_messages_are_lost_with_their_connections_does_not_sleep_to_the_ttl() {
+fn waiters_with_lost_wakeups_do_not_sleep_until_ttl() {
     let server = Server::start();
-    let mut crowd = Crowd::gather(&server, &server.url(), PROCESSES, WAITERS, LEASE);
-    crowd.wait_until_parked();
-    // The first message reaches nobody, and later ones only some.
+    let mut contenders = Contenders::start(&server, &server.url(), PROCESSES, WAITERS, LEASE);
+    contenders.wait_until_idle();
+    // The first message reaches no process, and later ones only some.
     let kill = || -> u64 {
         cmd("CLIENT")
             .arg(&["KILL", "TYPE", "pubsub"])
@@ -228,29 +228,32 @@ fn a_crowd_whose_messages_are_lost_with_their_connections_does_not_sleep_to_the_
             .unwrap()
     };
     assert_eq!(kill(), PROCESSES as u64);
-    crowd.free(false);
-    let (mut killed, begun, size) = (0, Instant::now(), crowd.size);
-    wait_until("everybody is served", LIMIT, || {
+    contenders.free(false);
+    let (mut killed, begun, size) = (0, Instant::now(), contenders.size);
+    wait_until("every waiter is served", LIMIT, || {
         killed += kill();
         std::thread::sleep(Duration::from_millis(50));
-        crowd.served() == size
+        contenders.served() == size
     });
     println!(
         "{size} served in {:?} while {killed} connections were killed",
         begun.elapsed()
     );
-    assert!(killed > PROCESSES as u64, "no trouble: {killed}");
-    crowd.disperse();
+    assert!(
+        killed > PROCESSES as u64,
+        "too few connections were killed: {killed}"
+    );
+    contenders.finish();
 }
 
 #[test]
-fn a_crowd_that_may_not_subscribe_does_not_sleep_to_the_ttl() {
+fn waiters_without_subscribe_right_do_not_sleep_until_ttl() {
     const RECHECK: Duration = Duration::from_millis(50);
     let (processes, waiters) = (5, 20);
     let server = Server::start();
     let rule = [
         "SETUSER",
-        "deaf",
+        "nosubscribe",
         "on",
         ">secret",
         "~*",
@@ -262,30 +265,32 @@ fn a_crowd_that_may_not_subscribe_does_not_sleep_to_the_ttl() {
         .arg(&rule)
         .exec(&mut server.connection())
         .unwrap();
-    let url = server.url().replace("redis://", "redis://deaf:secret@");
-    let mut crowd = Crowd::gather(&server, &url, processes, waiters, RECHECK);
+    let url = server
+        .url()
+        .replace("redis://", "redis://nosubscribe:secret@");
+    let mut contenders = Contenders::start(&server, &url, processes, waiters, RECHECK);
     let monitor = Monitor::start(&server);
     let begun = Instant::now();
-    crowd.free(true);
-    wait_until("everybody is served", LIMIT, || {
-        crowd.served() == crowd.size
+    contenders.free(true);
+    wait_until("every waiter is served", LIMIT, || {
+        contenders.served() == contenders.size
     });
     let took = begun.elapsed();
-    crowd.disperse();
-    let asked = monitor.acquires();
+    contenders.finish();
+    let attempts = monitor.attempts();
     println!(
-        "{} served in {took:?}: tries by process {asked:?}",
+        "{} served in {took:?}: attempts by process {attempts:?}",
         processes * waiters
     );
-    // A re-check comes after 40 ms at the earliest, and a grant is followed by another try at most.
+    // A re-check comes after 40 ms at the earliest, and at most one more attempt follows a grant.
     let most = took.as_millis() as u64 / 40 + 2 * waiters as u64 + 4;
     assert!(
-        asked.iter().all(|tries| *tries <= most),
-        "{asked:?} tries, {most} at most"
+        attempts.iter().all(|count| *count <= most),
+        "{attempts:?} attempts, {most} at most"
     );
 }
 
-/// Puts all its waiters in line, tells, and lets each hold the lock for a moment.
+/// Queues all its waiters, counts itself as ready, and lets each waiter hold the lock for a moment.
 #[tokio::test(flavor = "multi_thread")]
 async fn worker_process() {
     if process::role().is_none() {
@@ -303,7 +308,7 @@ async fn worker_process() {
         .map(|_| lock.lock().into_future())
         .collect();
     for request in &mut requests {
-        // The first poll takes the place in the line.
+        // The first poll takes the place in the wait queue.
         assert!(poll!(request).is_pending());
     }
     cmd("INCR")
@@ -318,12 +323,12 @@ async fn worker_process() {
             tokio::spawn(async move {
                 let guard = request.await.unwrap();
                 let (served, occupied) = (setting("SERVED"), setting("LOCK") + ":occupied");
-                let alone: u64 = cmd("INCR")
+                let owners: u64 = cmd("INCR")
                     .arg(&occupied)
                     .query_async(&mut redis)
                     .await
                     .unwrap();
-                assert_eq!(alone, 1, "two hold it at once");
+                assert_eq!(owners, 1, "two owners hold the lock");
                 redis::pipe()
                     .incr(&served, 1)
                     .decr(&occupied, 1)

@@ -1,4 +1,5 @@
-//! Servers and networks that are out of reach for a while: waited out, settled afterwards, or told.
+//! Servers and networks that are out of reach for a while: operations wait for them, or fail with
+//! an unknown outcome that is settled later.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -10,43 +11,40 @@ use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LostReason,
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{sleep, timeout};
 
-/// Far more than any step takes, far less than the leases in these tests.
+/// Far longer than any step takes, far shorter than the leases in these tests.
 const SOON: Duration = Duration::from_secs(10);
 
 fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// Settings by which a lost reply is noticed soon, and nothing runs out during a test.
+/// Settings with which a lost reply is noticed soon, and no lease expires during a test.
 fn quick() -> LockClientBuilder {
     LockClient::builder()
         .watchdog_timeout(ms(60_000))
         .command_timeout(ms(300))
 }
 
-/// Waits until the lock's key is gone because somebody took it away, not because its lease was
-/// over.
-fn wait_until_given_back(redis: &mut redis::Connection, lock: &str) {
-    wait_until("what was taken is given back", SOON, || {
-        !exists(redis, lock)
-    });
-    assert_eq!(expired(redis), 0, "it ran out instead");
+/// Waits until the lock's key is deleted, and asserts that it did not expire.
+fn wait_until_released(redis: &mut redis::Connection, lock: &str) {
+    wait_until("the lock is released", SOON, || !exists(redis, lock));
+    assert_eq!(expired(redis), 0, "the lock expired instead");
 }
 
-fn waiting(client: &LockClient, lock: &str) -> JoinHandle<LockGuard> {
+fn spawn_waiter(client: &LockClient, lock: &str) -> JoinHandle<LockGuard> {
     let lock = client.lock(lock);
     tokio::spawn(async move { lock.lock().await.unwrap() })
 }
 
-async fn served(waiter: JoinHandle<LockGuard>) -> LockGuard {
+async fn granted(waiter: JoinHandle<LockGuard>) -> LockGuard {
     timeout(SOON, waiter)
         .await
-        .expect("the waiter did not get in")
+        .expect("the waiter was not granted the lock")
         .unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_comes_back_without_its_data_serves_waiters_and_tells_owners() {
+async fn restart_without_data_grants_waiter_and_notifies_owner() {
     let mut server = Server::start();
     let client = LockClient::builder()
         .watchdog_timeout(ms(9_000))
@@ -61,18 +59,20 @@ async fn a_server_that_comes_back_without_its_data_serves_waiters_and_tells_owne
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
     let lost = tokio::spawn(guard.lost());
-    let waiter = waiting(&other, &name);
+    let waiter = spawn_waiter(&other, &name);
     let mut redis = server.connection();
-    wait_until("the waiter listens", SOON, || channels(&mut redis) == 1);
+    wait_until("the waiter is subscribed", SOON, || {
+        channels(&mut redis) == 1
+    });
     block_in_place(|| {
         server.kill();
         server.restart();
     });
-    let rivals = served(waiter).await;
+    let rival = granted(waiter).await;
     assert_eq!(
         timeout(SOON, lost)
             .await
-            .expect("the loss was never told")
+            .expect("the loss was not reported")
             .unwrap(),
         LostReason::Gone
     );
@@ -83,17 +83,17 @@ async fn a_server_that_comes_back_without_its_data_serves_waiters_and_tells_owne
             ..
         })
     ));
-    // The one that was lost took nothing with it.
+    // The unlock of the lost guard kept the hold of the new owner.
     let mut redis = server.connection();
     assert_eq!(
         owner_counts(&mut redis, &name),
-        HashMap::from([(owner_field(&other, rivals.owner()), 1)])
+        HashMap::from([(owner_field(&other, rival.owner()), 1)])
     );
-    rivals.unlock().await.unwrap();
+    rival.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_comes_back_with_its_data_finds_owners_and_waiters_as_they_were() {
+async fn restart_with_data_keeps_owner_and_waiter() {
     let mut server = Server::builder().persistent().start();
     let client = LockClient::builder()
         .watchdog_timeout(ms(6_000))
@@ -103,29 +103,31 @@ async fn a_server_that_comes_back_with_its_data_finds_owners_and_waiters_as_they
     let other = LockClient::builder().connect(&server.url()).await.unwrap();
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
-    let waiter = waiting(&other, &name);
+    let waiter = spawn_waiter(&other, &name);
     let mut redis = server.connection();
-    wait_until("the waiter listens", SOON, || channels(&mut redis) == 1);
+    wait_until("the waiter is subscribed", SOON, || {
+        channels(&mut redis) == 1
+    });
     block_in_place(|| {
         server.kill();
         server.restart();
     });
     let mut redis = server.connection();
-    // Renewed by the new connection.
+    // The new connection renews the lease.
     let mut last = pttl(&mut redis, &name);
     wait_until("the lease is renewed", SOON, || {
         let now = pttl(&mut redis, &name);
         now > std::mem::replace(&mut last, now)
     });
     assert!(!guard.is_lost());
-    assert!(!waiter.is_finished(), "two hold it at once");
+    assert!(!waiter.is_finished(), "two owners hold the lock");
     guard.unlock().await.unwrap();
-    served(waiter).await.unlock().await.unwrap();
+    granted(waiter).await.unlock().await.unwrap();
     assert!(!exists(&mut redis, &name));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_acquire_that_failed_in_front_of_a_paused_server_leaves_nothing() {
+async fn failed_acquire_on_paused_server_leaves_nothing() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = quick()
@@ -154,7 +156,7 @@ async fn an_acquire_that_failed_in_front_of_a_paused_server_leaves_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_acquire_that_failed_in_a_network_without_replies_leaves_nothing() {
+async fn failed_acquire_without_replies_leaves_nothing() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -181,7 +183,7 @@ async fn an_acquire_that_failed_in_a_network_without_replies_leaves_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_acquire_that_the_network_brings_late_leaves_nothing() {
+async fn acquire_delivered_late_leaves_nothing() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -204,24 +206,24 @@ async fn an_acquire_that_the_network_brings_late_leaves_nothing() {
             ),
             "{outcome:?}"
         );
-        // Now all that was sent arrives, in whatever order.
+        // Now every request that was sent arrives, in any order.
         proxy.set(Way::Both, Flow::Pass);
         wait_until_settled(&client, &mut redis, &name).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_acquire_that_was_sent_twice_and_arrives_after_its_unlock_leaves_nothing() {
+async fn repeated_acquire_delivered_after_unlock_leaves_nothing() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
     let client = quick().connect(&proxy.url()).await.unwrap();
     let name = unique("stock");
     proxy.stall();
-    // By the second connection: the first one's request is still on its way.
+    // Over the second connection: the request on the first one is still in transit.
     let guard = timeout(SOON, client.lock(&name).lock())
         .await
-        .expect("it hangs")
+        .expect("the call hangs")
         .unwrap();
     guard.unlock().await.unwrap();
     assert!(!exists(&mut redis, &name));
@@ -230,7 +232,7 @@ async fn an_acquire_that_was_sent_twice_and_arrives_after_its_unlock_leaves_noth
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_unlock_that_was_sent_twice_and_arrives_late_takes_nothing_from_its_owners_next_hold() {
+async fn repeated_unlock_delivered_late_keeps_owners_next_hold() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -242,19 +244,19 @@ async fn an_unlock_that_was_sent_twice_and_arrives_late_takes_nothing_from_its_o
         proxy.stall();
         timeout(SOON, first.unlock())
             .await
-            .expect("it hangs")
+            .expect("the call hangs")
             .unwrap();
         let second = lock.lock().await.unwrap();
         let holds = HashMap::from([(owner_field(&client, second.owner()), 1)]);
         assert_eq!(owner_counts(&mut redis, &name), holds);
         proxy.deliver();
-        // What is delivered, arrives within milliseconds.
+        // The delivered request arrives within milliseconds.
         let begun = Instant::now();
         while begun.elapsed() < ms(500) {
             assert_eq!(
                 owner_counts(&mut redis, &name),
                 holds,
-                "the late unlock took the next hold"
+                "the late unlock released the next hold"
             );
             sleep(ms(5)).await;
         }
@@ -263,39 +265,39 @@ async fn an_unlock_that_was_sent_twice_and_arrives_late_takes_nothing_from_its_o
     .await;
 }
 
-/// Waits until nothing is left of a failed acquire, with everything that was under way having
-/// arrived.
+/// Waits until all requests in transit have arrived, and nothing of a failed acquire is left.
 async fn wait_until_settled(client: &LockClient, redis: &mut redis::Connection, name: &str) {
     timeout(SOON, client.lock(unique("probe")).is_locked())
         .await
         .expect("no answer")
         .unwrap();
-    // What arrives, arrives within milliseconds of the server's return; it has to stay away, too.
+    // Requests arrive within milliseconds of the server's return, so the key has to stay away for
+    // longer.
     let mut free_since = None;
-    wait_until("nothing is left of it", SOON, || {
+    wait_until("nothing of the acquire is left", SOON, || {
         if exists(redis, name) {
             free_since = None;
             return false;
         }
         free_since.get_or_insert_with(Instant::now).elapsed() > ms(500)
     });
-    assert_eq!(expired(redis), 0, "it ran out instead");
+    assert_eq!(expired(redis), 0, "the lock expired instead");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_acquire_waits_out_a_server_that_stands_still() {
+async fn acquire_waits_until_paused_server_resumes() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = quick().connect(&server.url()).await.unwrap();
     for _ in 0..3 {
         let name = unique("stock");
         server.pause();
-        let waiter = waiting(&client, &name);
-        // Long enough for the first connection to be given up.
+        let waiter = spawn_waiter(&client, &name);
+        // Long enough for the client to give up its first connection.
         sleep(ms(700)).await;
         assert!(!waiter.is_finished());
         server.resume();
-        let guard = served(waiter).await;
+        let guard = granted(waiter).await;
         assert_eq!(
             owner_counts(&mut redis, &name),
             HashMap::from([(owner_field(&client, guard.owner()), 1)])
@@ -305,11 +307,10 @@ async fn an_acquire_waits_out_a_server_that_stands_still() {
     }
 }
 
-/// An acquire runs, its reply is lost with its connection, and the server refuses its repeats for
-/// as long as the client tries. Nothing is known of the first one: "refused" would not be the whole
-/// truth.
+/// An acquire runs, its reply is lost with its connection, and the server refuses each repeat until
+/// the retry timeout passes. The first call may have run, so a server error would be wrong.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_refusal_of_the_repeats_does_not_hide_that_the_outcome_is_unknown() {
+async fn refused_repeats_of_unanswered_acquire_are_unknown_outcome() {
     let server = Server::start();
     let mut redis = server.connection();
     let replicas_needed = |redis: &mut redis::Connection, number: u64| {
@@ -331,11 +332,14 @@ async fn a_refusal_of_the_repeats_does_not_hide_that_the_outcome_is_unknown() {
     proxy.set(Way::Replies, Flow::Hold);
     let acquire = tokio::spawn(client.lock(&name).try_lock().into_future());
     wait_until("the acquire has run", SOON, || exists(&mut redis, &name));
-    // From now on the server refuses whatever writes.
+    // From now on the server refuses writes.
     replicas_needed(&mut redis, 1);
     proxy.close_now();
     proxy.set(Way::Replies, Flow::Pass);
-    let outcome = timeout(SOON, acquire).await.expect("it hangs").unwrap();
+    let outcome = timeout(SOON, acquire)
+        .await
+        .expect("the call hangs")
+        .unwrap();
     replicas_needed(&mut redis, 0);
     assert!(
         matches!(
@@ -347,11 +351,11 @@ async fn a_refusal_of_the_repeats_does_not_hide_that_the_outcome_is_unknown() {
         ),
         "{outcome:?}"
     );
-    wait_until_given_back(&mut redis, &name);
+    wait_until_released(&mut redis, &name);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_unlock_of_unknown_outcome_is_settled_later() {
+async fn unlock_of_unknown_outcome_is_settled_later() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -376,11 +380,11 @@ async fn an_unlock_of_unknown_outcome_is_settled_later() {
     );
     assert!(exists(&mut redis, &name));
     proxy.set(Way::Both, Flow::Pass);
-    wait_until_given_back(&mut redis, &name);
+    wait_until_released(&mut redis, &name);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guard_that_is_dropped_while_the_server_is_out_of_reach_is_given_back_later() {
+async fn guard_dropped_while_server_unreachable_is_released_later() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -389,39 +393,39 @@ async fn a_guard_that_is_dropped_while_the_server_is_out_of_reach_is_given_back_
     let guard = client.lock(&name).lock().await.unwrap();
     proxy.set(Way::Both, Flow::Hold);
     drop(guard);
-    // Long enough for the first connection to be given up.
+    // Long enough for the client to give up its first connection.
     sleep(ms(700)).await;
     proxy.set(Way::Both, Flow::Pass);
-    wait_until_given_back(&mut redis, &name);
+    wait_until_released(&mut redis, &name);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_without_a_network_disturbs_no_other() {
+async fn client_without_network_blocks_no_other_client() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
-    let cut_off = quick()
+    let disconnected = quick()
         .retry_timeout(ms(1_000))
         .connect(&proxy.url())
         .await
         .unwrap();
-    let healthy = LockClient::connect(&server.url()).await.unwrap();
+    let connected = LockClient::connect(&server.url()).await.unwrap();
     let name = unique("stock");
-    let guard = cut_off.lock(unique("other")).lock().await.unwrap();
+    let guard = disconnected.lock(unique("other")).lock().await.unwrap();
     proxy.set(Way::Both, Flow::Hold);
     let stuck = {
-        let lock = cut_off.lock(&name);
+        let lock = disconnected.lock(&name);
         tokio::spawn(async move { lock.lock().await })
     };
     for _ in 0..100 {
-        timeout(SOON, healthy.lock(&name).lock())
+        timeout(SOON, connected.lock(&name).lock())
             .await
-            .expect("it hangs")
+            .expect("the call hangs")
             .unwrap()
             .unlock()
             .await
             .unwrap();
     }
-    let outcome = timeout(SOON, stuck).await.expect("it hangs").unwrap();
+    let outcome = timeout(SOON, stuck).await.expect("the call hangs").unwrap();
     assert!(
         matches!(
             outcome,
@@ -436,12 +440,12 @@ async fn a_client_without_a_network_disturbs_no_other() {
     proxy.set(Way::Both, Flow::Pass);
     timeout(SOON, guard.unlock())
         .await
-        .expect("it hangs")
+        .expect("the call hangs")
         .unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_busy_with_a_script_is_waited_out() {
+async fn acquire_waits_until_busy_server_answers() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::connect(&server.url()).await.unwrap();
@@ -464,14 +468,14 @@ async fn a_server_that_is_busy_with_a_script_is_waited_out() {
             .exec(&mut redis)
             .is_err_and(|error| error.code() == Some("BUSY"))
     });
-    let waiter = waiting(&client, &name);
+    let waiter = spawn_waiter(&client, &name);
     sleep(ms(300)).await;
     assert!(!waiter.is_finished());
     redis::cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
-    let guard = served(waiter).await;
+    let guard = granted(waiter).await;
     assert!(
         info(&mut redis, "errorstats", "errorstat_BUSY:", "count=") > 1,
-        "it was never told BUSY"
+        "the server never answered BUSY"
     );
     assert_eq!(
         owner_counts(&mut redis, &name),
@@ -482,9 +486,9 @@ async fn a_server_that_is_busy_with_a_script_is_waited_out() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_loading_its_data_is_waited_out() {
-    // Slow enough to be met while it loads: so many microseconds for each key, and it answers now
-    // and then in between.
+async fn operations_wait_until_server_has_loaded_its_data() {
+    // Loading takes 300 us for each key, so that the client meets the server while it loads. The
+    // server answers now and then in between.
     let mut server = Server::builder()
         .persistent()
         .arg("--key-load-delay", "300")
@@ -496,7 +500,7 @@ async fn a_server_that_is_loading_its_data_is_waited_out() {
         .unwrap();
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
-    let waiter = waiting(&client, &name);
+    let waiter = spawn_waiter(&client, &name);
     let mut fill = redis::pipe();
     for key in 0..10_000 {
         fill.set(format!("filler-{key}"), key).ignore();
@@ -507,7 +511,7 @@ async fn a_server_that_is_loading_its_data_is_waited_out() {
         server.restart();
     });
     guard.unlock().await.unwrap();
-    served(waiter).await.unlock().await.unwrap();
+    granted(waiter).await.unlock().await.unwrap();
     let mut redis = server.connection();
     let refused = info(
         &mut redis,
@@ -515,6 +519,6 @@ async fn a_server_that_is_loading_its_data_is_waited_out() {
         "cmdstat_evalsha:",
         "rejected_calls=",
     );
-    assert!(refused > 0, "it was never told LOADING");
+    assert!(refused > 0, "the server never answered LOADING");
     assert!(!exists(&mut redis, &name));
 }

@@ -1,4 +1,4 @@
-//! Names, leases, waits, counts and ids, on a real server.
+//! Names, leases, timeouts, hold counts, ids and settings.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use redisson_lock::{ClientId, Error, LockClient, MAX_NAME_LEN, Owner, OwnerExt};
 use super::{LIMIT, LONGEST, any_duration, check, odd_text, quiet, runtime};
 use crate::support::server::{Server, unique, wait_until};
 
-/// A server, two clients of ours, and independent connections.
+/// A server, two clients, and two independent connections.
 struct Bench {
     observer: Connection,
     listener: Connection,
@@ -38,8 +38,8 @@ impl Bench {
         })
     }
 
-    /// How many scripts and plain commands on keys the server has had. The listening connections
-    /// settle in their own time, so what they send does not count.
+    /// How many scripts and plain commands on keys the server has run. Commands of the subscribed
+    /// connections do not count: they may arrive at any time.
     fn commands(&mut self) -> u64 {
         let stats: String = cmd("INFO")
             .arg("commandstats")
@@ -48,7 +48,7 @@ impl Bench {
         let counts = stats
             .lines()
             .filter_map(|line| line.strip_prefix("cmdstat_")?.split_once(":calls="));
-        let others = [
+        let ignored = [
             "info",
             "ping",
             "subscribe",
@@ -58,16 +58,16 @@ impl Bench {
         ];
         counts
             .filter(|(command, _)| {
-                others
+                ignored
                     .iter()
-                    .all(|other| command.split('|').next() != Some(*other))
+                    .all(|name| command.split('|').next() != Some(*name))
             })
             .filter_map(|(_, rest)| rest.split(',').next()?.parse::<u64>().ok())
             .sum()
     }
 
-    /// The channel and the payload that were published last.
-    fn heard(&mut self) -> (Vec<u8>, Vec<u8>) {
+    /// The channel and the payload of the next message.
+    fn next_message(&mut self) -> (Vec<u8>, Vec<u8>) {
         let message: Vec<Vec<u8>> =
             redis::from_redis_value(self.listener.recv_response().unwrap()).unwrap();
         (message[2].clone(), message[3].clone())
@@ -88,11 +88,11 @@ impl Bench {
 }
 
 /// Locks a bench, also after a case has failed.
-fn taken(bench: &Mutex<Bench>) -> std::sync::MutexGuard<'_, Bench> {
+fn lock_bench(bench: &Mutex<Bench>) -> std::sync::MutexGuard<'_, Bench> {
     bench.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What may be shown of odd input: a line, and not a long one.
+/// Asserts that an error is shown as one line of limited length, whatever the input.
 fn assert_presentable(error: &Error) -> TestCaseResult {
     for text in [error.to_string(), format!("{error:?}")] {
         prop_assert!(text.len() < 2_000, "{} bytes", text.len());
@@ -101,7 +101,7 @@ fn assert_presentable(error: &Error) -> TestCaseResult {
     Ok(())
 }
 
-/// Whether a name can be used, and where its release is published (Redisson's rule).
+/// The release channel of a name (Redisson's rule), or `None` for an invalid name.
 fn channel_of(name: &str) -> Option<Vec<u8>> {
     if !(1..=MAX_NAME_LEN).contains(&name.len()) {
         return None;
@@ -124,14 +124,16 @@ fn channel_of(name: &str) -> Option<Vec<u8>> {
 
 fn any_name() -> impl Strategy<Value = String> {
     let huge = (
-        odd_text(4).prop_filter("nothing repeats to nothing", |text| !text.is_empty()),
+        odd_text(4).prop_filter("an empty text has no length to repeat", |text| {
+            !text.is_empty()
+        }),
         0..4_usize,
     );
     prop_oneof![
         6 => odd_text(12),
         2 => odd_text(200),
         1 => any::<String>(),
-        // Just short enough, just too long, and a document.
+        // At the limit, just above it, and 1 MiB.
         2 => huge.prop_map(|(text, more)| {
             let times = if more == 3 { (1 << 20) / text.len() } else { MAX_NAME_LEN / text.len() + more / 2 };
             text.repeat(times)
@@ -139,7 +141,7 @@ fn any_name() -> impl Strategy<Value = String> {
     ]
 }
 
-/// Shows the beginning of a name only.
+/// A name that shows only its beginning in `Debug`.
 #[derive(Clone)]
 struct Name(String);
 
@@ -150,7 +152,7 @@ impl std::fmt::Debug for Name {
     }
 }
 
-async fn refused(bench: &mut Bench, name: &str) -> TestCaseResult {
+async fn check_refused(bench: &mut Bench, name: &str) -> TestCaseResult {
     let before = bench.commands();
     let lock = bench.one.lock(name);
     let answers = [
@@ -167,13 +169,13 @@ async fn refused(bench: &mut Bench, name: &str) -> TestCaseResult {
         };
         assert_presentable(&error)?;
     }
-    prop_assert_eq!(bench.commands(), before, "something was sent");
+    prop_assert_eq!(bench.commands(), before, "a command was sent");
     Ok(())
 }
 
-async fn works(bench: &mut Bench, name: &str, channel: &[u8]) -> TestCaseResult {
+async fn check_works(bench: &mut Bench, name: &str, channel: &[u8]) -> TestCaseResult {
     let (mine, theirs) = (bench.one.lock(name), bench.other.lock(name));
-    let guard = mine.try_lock().await?.expect("it is free");
+    let guard = mine.try_lock().await?.expect("the lock is free");
     let keys: Vec<Vec<u8>> = cmd("KEYS").arg("*").query(&mut bench.observer).unwrap();
     prop_assert_eq!(keys, vec![name.as_bytes().to_vec()]);
     let owner = format!("{}:{}", bench.one.client_id(), guard.owner());
@@ -182,19 +184,23 @@ async fn works(bench: &mut Bench, name: &str, channel: &[u8]) -> TestCaseResult 
     prop_assert_eq!(mine.name(), name);
     prop_assert!(theirs.is_locked().await?);
     prop_assert!(theirs.try_lock().await?.is_none());
-    // Without re-checks: only a message on the right channel wakes.
+    // There is no re-check: only a message on the release channel wakes the waiter.
     let waiting = tokio::spawn(theirs.lock().into_future());
-    wait_until("somebody waits", LIMIT, || bench.subscribers(channel) == 1);
+    wait_until("the waiter is subscribed", LIMIT, || {
+        bench.subscribers(channel) == 1
+    });
     guard.unlock().await?;
-    prop_assert_eq!(bench.heard(), (channel.to_vec(), b"0".to_vec()));
+    prop_assert_eq!(bench.next_message(), (channel.to_vec(), b"0".to_vec()));
     let woken = tokio::time::timeout(LIMIT, waiting)
         .await
-        .expect("it is woken")
+        .expect("the waiter is woken")
         .expect("no panic")?;
     woken.unlock().await?;
-    prop_assert_eq!(bench.heard(), (channel.to_vec(), b"0".to_vec()));
+    prop_assert_eq!(bench.next_message(), (channel.to_vec(), b"0".to_vec()));
     prop_assert!(bench.is_empty(), "a key is left");
-    wait_until("nobody listens", LIMIT, || bench.subscribers(channel) == 0);
+    wait_until("no connection is subscribed", LIMIT, || {
+        bench.subscribers(channel) == 0
+    });
     Ok(())
 }
 
@@ -203,19 +209,19 @@ fn any_name_is_refused_or_works() {
     let runtime = runtime();
     let bench = runtime.block_on(Bench::new());
     check(150, any_name().prop_map(Name), |Name(name)| {
-        let bench = &mut *taken(&bench);
+        let bench = &mut *lock_bench(&bench);
         runtime.block_on(async {
             match channel_of(&name) {
-                Some(channel) => works(bench, &name, &channel).await,
-                None => refused(bench, &name).await,
+                Some(channel) => check_works(bench, &name, &channel).await,
+                None => check_refused(bench, &name).await,
             }
         })
     });
 }
 
-/// Whether a request for a lock is refused without a word to the server. What the background still
-/// says about earlier cases may come between, but not each time.
-async fn is_silent<T, F: IntoFuture<Output = T>>(
+/// Whether a request is refused without a command to the server. The background may send commands
+/// of earlier cases in between, but not each time.
+async fn sends_nothing<T, F: IntoFuture<Output = T>>(
     bench: &mut Bench,
     request: impl Fn() -> F,
 ) -> bool {
@@ -229,8 +235,8 @@ async fn is_silent<T, F: IntoFuture<Output = T>>(
     false
 }
 
-/// Takes a free lock for a lease, after which time nothing of it is left.
-async fn lease(bench: &mut Bench, lease: Duration) -> TestCaseResult {
+/// Acquires a free lock with a lease. Afterwards nothing of it is left.
+async fn check_lease(bench: &mut Bench, lease: Duration) -> TestCaseResult {
     let name = unique("lease");
     let lock = bench.one.lock(&name);
     let begun = Instant::now();
@@ -241,18 +247,18 @@ async fn lease(bench: &mut Bench, lease: Duration) -> TestCaseResult {
         };
         assert_presentable(error)?;
         prop_assert!(
-            is_silent(bench, || lock.try_lock().lease(lease)).await,
-            "something was sent"
+            sends_nothing(bench, || lock.try_lock().lease(lease)).await,
+            "a command was sent"
         );
         return Ok(());
     }
     let millis = lease.as_millis() as i64;
     let pttl: i64 = cmd("PTTL").arg(&name).query(&mut bench.observer).unwrap();
     let elapsed = begun.elapsed();
-    // Over already, or running.
-    let is_over = |elapsed: Duration| elapsed + Duration::from_millis(2) >= lease;
+    // Expired, or running.
+    let has_expired = |elapsed: Duration| elapsed + Duration::from_millis(2) >= lease;
     match pttl {
-        -2 => prop_assert!(is_over(elapsed), "gone after {elapsed:?}"),
+        -2 => prop_assert!(has_expired(elapsed), "expired after {elapsed:?}"),
         left => {
             prop_assert!(
                 left >= 0 && left <= millis && left + elapsed.as_millis() as i64 + 5 >= millis,
@@ -260,7 +266,7 @@ async fn lease(bench: &mut Bench, lease: Duration) -> TestCaseResult {
             )
         }
     }
-    // The owner counts it as over a twentieth earlier.
+    // The owner counts the lease as expired a twentieth earlier.
     let may_be_lost = |elapsed: Duration| elapsed + Duration::from_millis(1) >= lease - lease / 20;
     match answer {
         Ok(Some(guard)) => {
@@ -285,39 +291,40 @@ fn any_lease_is_refused_or_set() {
     let runtime = runtime();
     let bench = runtime.block_on(Bench::new());
     check(400, any_duration(), |time| {
-        runtime.block_on(lease(&mut taken(&bench), time))
+        runtime.block_on(check_lease(&mut lock_bench(&bench), time))
     });
 }
 
-async fn wait(bench: &mut Bench, wait: Duration) -> TestCaseResult {
-    let lock = bench.one.lock(unique("wait"));
-    let answer = lock.lock().timeout(wait).await;
-    if wait > LONGEST {
+async fn check_timeout(bench: &mut Bench, timeout: Duration) -> TestCaseResult {
+    let lock = bench.one.lock(unique("timeout"));
+    let answer = lock.lock().timeout(timeout).await;
+    if timeout > LONGEST {
         let Err(error @ Error::InvalidTimeout { .. }) = &answer else {
             return Err(TestCaseError::fail(format!("{answer:?}")));
         };
         assert_presentable(error)?;
         prop_assert!(
-            is_silent(bench, || lock.lock().timeout(wait)).await,
-            "something was sent"
+            sends_nothing(bench, || lock.lock().timeout(timeout)).await,
+            "a command was sent"
         );
         return Ok(());
     }
     let guard = answer?;
-    // In front of a taken lock all of it is waited, or what this test has time for.
+    // While another owner holds the lock, the request waits for its whole timeout, or for as long
+    // as this test allows.
     let theirs = bench.other.lock(lock.name());
-    let patience = Duration::from_millis(10);
+    let limit = Duration::from_millis(10);
     let begun = Instant::now();
-    match tokio::time::timeout(patience, theirs.try_lock_for(wait)).await {
+    match tokio::time::timeout(limit, theirs.try_lock_for(timeout)).await {
         Ok(answer) => {
             prop_assert!(answer?.is_none());
             prop_assert!(
-                begun.elapsed() >= wait,
+                begun.elapsed() >= timeout,
                 "gave up after {:?}",
                 begun.elapsed()
             );
         }
-        Err(_) => prop_assert!(begun.elapsed() >= patience),
+        Err(_) => prop_assert!(begun.elapsed() >= limit),
     }
     guard.unlock().await?;
     wait_until("nothing is left", LIMIT, || bench.is_empty());
@@ -325,16 +332,16 @@ async fn wait(bench: &mut Bench, wait: Duration) -> TestCaseResult {
 }
 
 #[test]
-fn any_wait_is_refused_or_waited() {
+fn any_timeout_is_refused_or_waited() {
     let runtime = runtime();
     let bench = runtime.block_on(Bench::new());
     check(150, any_duration(), |time| {
-        runtime.block_on(wait(&mut taken(&bench), time))
+        runtime.block_on(check_timeout(&mut lock_bench(&bench), time))
     });
 }
 
-/// A count that somebody else's hand has written.
-async fn count(bench: &mut Bench, count: &str) -> TestCaseResult {
+/// A hold count that another program has written.
+async fn check_count(bench: &mut Bench, count: &str) -> TestCaseResult {
     let name = unique("count");
     let lock = bench.one.lock(&name);
     let owner = Owner::from_thread_id(52)?;
@@ -357,14 +364,14 @@ async fn count(bench: &mut Bench, count: &str) -> TestCaseResult {
             .query(&mut bench.observer)
             .unwrap()
     };
-    // A count as every client writes it.
+    // A count in the form that clients write.
     let plain = count
         .parse::<i64>()
         .ok()
         .filter(|number| *number >= 0 && number.to_string() == count);
     match plain {
         Some(number) => prop_assert_eq!(lock.hold_count_of(owner).await?, number as u64),
-        // A number all the same, or none: it may be told, and nothing else.
+        // Another number, or none: it may be reported, and nothing else.
         None => match lock.hold_count_of(owner).await {
             Ok(number) => prop_assert_eq!(Some(number as i64), count.parse().ok()),
             Err(error) => assert_presentable(&error)?,
@@ -374,7 +381,7 @@ async fn count(bench: &mut Bench, count: &str) -> TestCaseResult {
     let answer = lock.try_lock().with_owner(owner).await;
     match plain.filter(|number| *number < i64::MAX) {
         Some(number) => {
-            let guard = answer?.expect("a re-entry");
+            let guard = answer?.expect("the re-entry is granted");
             prop_assert_eq!(stored(bench), Some((number + 1).to_string()));
             guard.unlock().await?;
             prop_assert_eq!(stored(bench), (number > 0).then(|| number.to_string()));
@@ -384,7 +391,11 @@ async fn count(bench: &mut Bench, count: &str) -> TestCaseResult {
                 return Err(TestCaseError::fail(format!("{answer:?}")));
             };
             assert_presentable(&error)?;
-            prop_assert_eq!(stored(bench), Some(count.to_owned()), "it was changed");
+            prop_assert_eq!(
+                stored(bench),
+                Some(count.to_owned()),
+                "the count was changed"
+            );
         }
     }
     lock.force_unlock().await?;
@@ -393,7 +404,7 @@ async fn count(bench: &mut Bench, count: &str) -> TestCaseResult {
 }
 
 #[test]
-fn any_count_is_refused_or_counted_on() {
+fn any_hold_count_is_refused_or_incremented() {
     let counts = prop_oneof![
         3 => odd_text(8),
         3 => any::<i64>().prop_map(|number| number.to_string()),
@@ -404,17 +415,17 @@ fn any_count_is_refused_or_counted_on() {
     let runtime = runtime();
     let bench = runtime.block_on(Bench::new());
     check(300, counts, |text| {
-        runtime.block_on(count(&mut taken(&bench), &text))
+        runtime.block_on(check_count(&mut lock_bench(&bench), &text))
     });
 }
 
 #[test]
-fn any_thread_id_is_refused_or_on_the_wire() {
+fn any_thread_id_is_refused_or_sent() {
     let runtime = runtime();
     let bench = runtime.block_on(Bench::new());
     let ids = prop_oneof![2 => any::<i64>(), 1 => -3..4_i64, 1 => i64::MAX - 2..=i64::MAX];
     check(200, ids, |id| {
-        let bench = &mut *taken(&bench);
+        let bench = &mut *lock_bench(&bench);
         let owner = match Owner::from_thread_id(id) {
             Ok(owner) => owner,
             Err(error) => {
@@ -431,7 +442,7 @@ fn any_thread_id_is_refused_or_on_the_wire() {
                 .try_lock()
                 .with_owner(owner)
                 .await?
-                .expect("it is free");
+                .expect("the lock is free");
             let fields: Vec<String> = cmd("HKEYS").arg(&name).query(&mut bench.observer).unwrap();
             prop_assert_eq!(fields, vec![format!("{}:{id}", bench.one.client_id())]);
             guard.unlock().await?;
@@ -442,8 +453,8 @@ fn any_thread_id_is_refused_or_on_the_wire() {
 }
 
 #[test]
-fn any_client_id_is_refused_or_written_as_redisson_does() {
-    let spoilt = (any::<[u8; 16]>(), 0..60_usize, any::<char>(), any::<bool>()).prop_map(
+fn any_client_id_is_refused_or_formatted_as_uuid() {
+    let mutated = (any::<[u8; 16]>(), 0..60_usize, any::<char>(), any::<bool>()).prop_map(
         |(id, at, new, upper)| {
             let mut text: Vec<char> = ClientId::from(uuid::Uuid::from_bytes(id))
                 .to_string()
@@ -457,7 +468,7 @@ fn any_client_id_is_refused_or_written_as_redisson_does() {
         },
     );
     let texts = prop_oneof![
-        spoilt,
+        mutated,
         odd_text(60),
         "[0-9a-fA-F-]{30,40}",
         "(urn:uuid:|\\{)?[0-9a-f]{32}\\}?"
@@ -500,9 +511,8 @@ fn any_client_id_is_refused_or_written_as_redisson_does() {
 }
 
 #[test]
-fn any_setting_is_refused_or_taken() {
-    // A port that nobody listens on, so that a setting that is taken is told from one that is
-    // refused.
+fn any_setting_is_refused_or_accepted() {
+    // A closed port: an accepted setting fails with another error than a refused one.
     let closed = std::net::TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()
@@ -522,7 +532,9 @@ fn any_setting_is_refused_or_taken() {
         };
         let answer =
             runtime.block_on(async { tokio::time::timeout(LIMIT, builder.connect(&url)).await });
-        let error = answer.expect("an answer").expect_err("nobody listens");
+        let error = answer
+            .expect("connecting ends")
+            .expect_err("the port is closed");
         assert_presentable(&error)?;
         let is_refused = matches!(error, Error::InvalidConfig { .. });
         prop_assert_eq!(is_refused, !bounds.contains(&value), "{}", error);

@@ -1,4 +1,4 @@
-//! URLs: nothing panics, nothing is opened for one that is refused, and no password shows.
+//! URLs: none panics, no connection is opened for a refused one, and no password is shown.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -12,16 +12,16 @@ use url::Url;
 use super::{LIMIT, check, odd_text, quiet, runtime};
 use crate::support::server::{Server, unique};
 
-/// What every password has in it.
+/// A part of every password.
 const SECRET: &str = "Tr0ub4dor3";
 
 #[track_caller]
 fn assert_no_secret(shown: &str, secret: &str) -> TestCaseResult {
-    prop_assert!(!shown.contains(secret), "it shows: {shown}");
+    prop_assert!(!shown.contains(secret), "a secret is shown: {shown}");
     Ok(())
 }
 
-/// Whether a URL names a server, by the form that the documentation tells.
+/// Whether a URL names a server, in the documented form.
 fn is_valid(url: &Url) -> bool {
     let decodes = |text: &str| percent_decoded(text).is_some();
     let database = url.path().strip_prefix('/').unwrap_or(url.path());
@@ -41,7 +41,7 @@ fn percent_decoded(text: &str) -> Option<String> {
             .get(..2)
             .and_then(|digits| std::str::from_utf8(digits).ok())
             .filter(|_| *first == b'%');
-        // A sign would be taken by the number's own reader.
+        // `from_str_radix` accepts a sign.
         let hex = hex.filter(|digits| digits.chars().all(|digit| digit.is_ascii_hexdigit()));
         match hex.and_then(|digits| u8::from_str_radix(digits, 16).ok()) {
             Some(byte) => (bytes.push(byte), rest = &tail[2..]),
@@ -56,7 +56,7 @@ fn percent_encoded(text: &str) -> String {
     text.bytes().map(|byte| format!("%{byte:02X}")).collect()
 }
 
-/// A change of one place: what to take away there, and what to put there.
+/// A change at one place: whether to remove a character, and which one to insert.
 type Edit = (prop::sample::Index, bool, Option<char>);
 
 fn edited(url: &str, edits: &[Edit]) -> String {
@@ -73,12 +73,12 @@ fn edited(url: &str, edits: &[Edit]) -> String {
     chars.into_iter().collect()
 }
 
-/// Tries to connect; whoever is there says nothing.
+/// Tries to connect to a listener that never answers.
 async fn connect(text: &str, listener: &TcpListener) -> TestCaseResult {
     let port = listener.local_addr().unwrap().port();
     let url = Url::parse(text).ok();
     if let Some(url) = &url {
-        // Other people's servers are left alone.
+        // Other servers are not connected to.
         let ours = url
             .host_str()
             .is_none_or(|host| host.is_empty() || host == "127.0.0.1")
@@ -90,8 +90,8 @@ async fn connect(text: &str, listener: &TcpListener) -> TestCaseResult {
     let builder = quiet().connect_timeout(Duration::from_millis(10));
     let answer = tokio::time::timeout(LIMIT, builder.connect(text))
         .await
-        .expect("an answer");
-    let error = answer.expect_err("nobody says anything");
+        .expect("connecting ends");
+    let error = answer.expect_err("the listener never answers");
     if url.as_ref().is_some_and(is_valid) {
         prop_assert!(
             matches!(error, Error::Timeout { .. } | Error::Connection { .. }),
@@ -112,7 +112,7 @@ async fn connect(text: &str, listener: &TcpListener) -> TestCaseResult {
             "a connection was opened"
         );
     }
-    // The password may have become something else, by an edit.
+    // An edit may have changed the password, or made a part of it the host.
     let host = url.as_ref().and_then(Url::host_str).unwrap_or_default();
     for secret in [&SECRET[..6], &SECRET[4..]]
         .into_iter()
@@ -124,7 +124,7 @@ async fn connect(text: &str, listener: &TcpListener) -> TestCaseResult {
 }
 
 #[test]
-fn any_url_is_refused_or_connected_to_and_shows_no_password() {
+fn any_url_is_refused_or_connected_without_showing_password() {
     let runtime = runtime();
     let schemes = prop_oneof![
         6 => Just("redis"),
@@ -171,7 +171,7 @@ fn any_url_is_refused_or_connected_to_and_shows_no_password() {
 }
 
 #[test]
-fn any_text_is_no_url() {
+fn any_text_is_refused_as_url() {
     let runtime = runtime();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
@@ -186,10 +186,10 @@ fn any_text_is_no_url() {
 }
 
 #[test]
-fn any_login_is_sent_as_it_is() {
+fn any_login_is_sent_unchanged() {
     let server = Server::builder().password(SECRET).start();
     let runtime = runtime();
-    // Users are named by words; the server itself takes no others.
+    // The server refuses user names with spaces.
     check(
         60,
         (
@@ -224,7 +224,7 @@ fn any_login_is_sent_as_it_is() {
                     .lock(unique("login"))
                     .try_lock()
                     .await?
-                    .expect("it is free");
+                    .expect("the lock is free");
                 let shown = format!("{client:?} {guard:?}");
                 guard.unlock().await?;
                 client.shutdown().await?;
@@ -232,7 +232,7 @@ fn any_login_is_sent_as_it_is() {
             });
             match outcome {
                 Ok(shown) => {
-                    prop_assert!(right, "it was let in");
+                    prop_assert!(right, "a wrong password was accepted");
                     assert_no_secret(&shown, SECRET)?;
                 }
                 Err(error) => {
@@ -254,7 +254,7 @@ fn any_login_is_sent_as_it_is() {
     );
 }
 
-/// Who a client of that URL is to the server, or why it is nobody.
+/// The users as which the server lists a client of that URL.
 async fn logged_in_as(url: &str, server: &Server) -> Result<Vec<String>, Error> {
     let client = LockClient::connect(url).await?;
     let list: String = cmd("CLIENT")
@@ -275,7 +275,7 @@ async fn logged_in_as(url: &str, server: &Server) -> Result<Vec<String>, Error> 
 }
 
 #[tokio::test]
-async fn a_user_without_a_password_is_not_somebody_else() {
+async fn url_user_without_password_is_not_ignored() {
     let server = Server::start();
     let rules = ["SETUSER", "me", "on", "nopass", "~app:*", "&*", "+@all"];
     cmd("ACL")
@@ -296,8 +296,8 @@ async fn a_user_without_a_password_is_not_somebody_else() {
 }
 
 #[tokio::test]
-async fn an_ipv6_address_is_connected_to() {
-    // Not every machine has it.
+async fn ipv6_address_is_connected() {
+    // Not every machine has IPv6.
     let Ok(listener) = TcpListener::bind("[::1]:0") else {
         return;
     };
@@ -307,5 +307,8 @@ async fn an_ipv6_address_is_connected_to() {
         .connect_timeout(Duration::from_secs(1))
         .connect(&url)
         .await;
-    assert!(listener.accept().is_ok(), "nobody came: {answer:?}");
+    assert!(
+        listener.accept().is_ok(),
+        "no connection was opened: {answer:?}"
+    );
 }
