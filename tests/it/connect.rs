@@ -99,7 +99,7 @@ async fn valkey_cluster_is_refused() {
         "no reply named `server_mode`: {outcome:?}"
     );
     assert!(
-        matches!(outcome, Err(Error::InvalidConfig { .. })),
+        matches!(outcome, Err(Error::UnsupportedServer { .. })),
         "connected to a cluster: {outcome:?}; a lock there: {:?}",
         outcome.as_ref().unwrap().lock("a").lock().await
     );
