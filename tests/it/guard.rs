@@ -1,5 +1,5 @@
-//! Guards: what becomes of a hold when it is unlocked, dropped, stolen or outlived, and what is
-//! told of its loss.
+//! Guards: unlocking and dropping them, before and after the hold is lost, and how a loss is
+//! reported.
 
 use std::collections::HashMap;
 use std::future::pending;
@@ -12,7 +12,7 @@ use futures::FutureExt;
 use redisson_lock::{ClientId, LockClient, LostReason, Owner, OwnerExt};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dropped_guard_is_released_in_the_background() {
+async fn dropped_guard_is_released_in_background() {
     let mut bench = Bench::new().await;
     drop(bench.lock.lock().await.unwrap());
     bench.wait_until_free();
@@ -27,13 +27,13 @@ async fn a_dropped_guard_is_released_in_the_background() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dropped_guard_takes_nothing_of_its_owners_next_hold() {
+async fn dropped_guard_keeps_next_hold_of_its_owner() {
     let mut bench = Bench::new().await;
     let owner = Owner::new();
     for _ in 0..100 {
         drop(bench.lock.lock().with_owner(owner).await.unwrap());
         let next = bench.lock.lock().with_owner(owner).await.unwrap();
-        // The give-back may come after the next hold, but it leaves that.
+        // The release may run after the next acquire, but it leaves that hold.
         wait_until("one hold is left", LIMIT, || {
             let count = bench.count();
             assert!((1..=2).contains(&count), "{count} holds");
@@ -46,7 +46,7 @@ async fn a_dropped_guard_takes_nothing_of_its_owners_next_hold() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_of_an_adopted_id_is_taken_and_freed_as_any_other() {
+async fn given_client_id_and_thread_id_lock_and_unlock() {
     let mut bench = Bench::new().await;
     let id = ClientId::random();
     let client = LockClient::builder()
@@ -70,11 +70,11 @@ async fn a_lock_of_an_adopted_id_is_taken_and_freed_as_any_other() {
     }
 }
 
-/// An adopted owner may have a hold from before, so its count is asked for. In the margin between
-/// the loss and the end of the lease the lost hold is still on the server: who takes it for
-/// somebody else's never gives the lock back.
+/// An owner with a given thread id may have holds of an earlier process, so the client reads its
+/// count. Between the loss and the end of the lease the server still has the lost hold. A client
+/// that counted it as a hold of another process would never release it.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_unlock_after_a_loss_frees_the_lock_of_an_adopted_owner() {
+async fn relock_after_loss_is_freed_by_one_unlock() {
     let mut bench = Bench::new().await;
     let owner = Owner::from_thread_id(42).unwrap();
     let first = bench
@@ -87,17 +87,17 @@ async fn an_unlock_after_a_loss_frees_the_lock_of_an_adopted_owner() {
     // A twentieth of the lease before the server's expiry.
     assert_eq!(why_lost(&first).await, LostReason::Expired);
     let second = bench.lock.lock().with_owner(owner).await.unwrap();
-    // The lost hold would be cleaned up when its lease is over.
+    // The client removes the lost hold when its lease has expired.
     tokio::time::sleep(Duration::from_millis(500)).await;
     assert_lost(first.unlock().await, LostReason::Expired);
     second.unlock().await.unwrap();
     bench.wait_until_free();
 }
 
-/// The same within the margin, and with a lease that would hide for a while that the lock was not
-/// given back.
+/// The same, with a relock before the key expires. Its lease of 5 s keeps the key if the unlock
+/// does not release the lock.
 #[tokio::test(flavor = "multi_thread")]
-async fn one_unlock_frees_for_a_owner_that_lost_and_locked_again_at_once() {
+async fn relock_with_lease_after_loss_is_freed_by_one_unlock() {
     let mut bench = Bench::with(LockClient::builder().watchdog_timeout(LIMIT)).await;
     let lock = bench.lock.clone();
     async {
@@ -116,14 +116,14 @@ async fn one_unlock_frees_for_a_owner_that_lost_and_locked_again_at_once() {
     .with_owner(Owner::from_thread_id(7).unwrap())
     .await;
     wait_until(
-        "the only guard was unlocked, and the lock is free",
+        "the lock is free after the only guard was unlocked",
         Duration::from_secs(1),
         || bench.count() == 0,
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guard_that_is_dropped_on_a_thread_without_a_runtime_is_released() {
+async fn guard_dropped_on_thread_without_runtime_is_released() {
     let mut bench = Bench::new().await;
     let guard = bench.lock.lock().await.unwrap();
     let thread = std::thread::spawn(move || drop(guard));
@@ -133,7 +133,7 @@ async fn a_guard_that_is_dropped_on_a_thread_without_a_runtime_is_released() {
 }
 
 #[test]
-fn what_outlives_its_runtime_does_no_harm() {
+fn calls_after_runtime_ended_fail_and_lease_expires() {
     let server = Server::start();
     let mut observer = server.connection();
     let (names, url) = ([unique("runtime"), unique("runtime")], server.url());
@@ -167,20 +167,18 @@ fn what_outlives_its_runtime_does_no_harm() {
     };
     let answers = other.block_on(async { tokio::time::timeout(LIMIT, calls).await });
     assert_eq!(
-        answers.expect("no hang"),
+        answers.expect("the calls hang"),
         (true, true, true),
-        "nobody can have reached the server"
+        "a call reached the server without its runtime"
     );
     drop((client, lock));
     for name in names {
-        wait_until("the lease runs out", LIMIT, || {
-            !exists(&mut observer, &name)
-        });
+        wait_until("the lease expires", LIMIT, || !exists(&mut observer, &name));
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unlocking_a_lock_that_was_deleted_says_that_it_was_lost() {
+async fn unlock_after_key_deleted_reports_loss() {
     let mut bench = Bench::new().await;
     let owner = Owner::new();
     let outer = bench.lock.lock().with_owner(owner).await.unwrap();
@@ -189,14 +187,14 @@ async fn unlocking_a_lock_that_was_deleted_says_that_it_was_lost() {
     assert_lost(inner.unlock().await, LostReason::Gone);
     assert!(
         outer.is_lost(),
-        "what the inner hold found out the outer one knows"
+        "the outer hold does not report the loss that the inner one found"
     );
     assert_lost(outer.unlock().await, LostReason::Gone);
     bench.lock.run(async {}).with_owner(owner).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unlocking_or_dropping_a_lock_that_was_stolen_leaves_it_to_the_thief() {
+async fn release_after_takeover_keeps_new_owner() {
     let mut bench = Bench::new().await;
     let guard = bench.lock.lock().await.unwrap();
     bench.steal();
@@ -208,7 +206,7 @@ async fn unlocking_or_dropping_a_lock_that_was_stolen_leaves_it_to_the_thief() {
     let guard = bench.lock.lock().with_owner(owner).await.unwrap();
     bench.steal();
     drop(guard);
-    // The same owner's next operation comes after the give-back.
+    // The next operation of the same owner runs after the release.
     assert!(
         bench
             .lock
@@ -226,7 +224,7 @@ async fn unlocking_or_dropping_a_lock_that_was_stolen_leaves_it_to_the_thief() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_re_entry_into_a_lock_that_was_stolen_is_none_and_tells_the_outer_hold() {
+async fn reentry_after_takeover_is_none_and_reports_loss() {
     let mut bench = Bench::new().await;
     let owner = Owner::new();
     let outer = bench.lock.lock().with_owner(owner).await.unwrap();
@@ -246,7 +244,7 @@ async fn a_re_entry_into_a_lock_that_was_stolen_is_none_and_tells_the_outer_hold
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_re_entry_into_a_lock_that_was_deleted_is_a_new_possession() {
+async fn reentry_after_key_deleted_begins_new_tenure() {
     let mut bench = Bench::new().await;
     let owner = Owner::new();
     let outer = bench.lock.lock().with_owner(owner).await.unwrap();
@@ -259,14 +257,14 @@ async fn a_re_entry_into_a_lock_that_was_deleted_is_a_new_possession() {
     assert_eq!(
         bench.count(),
         1,
-        "the lost guard takes nothing of the new possession"
+        "the lost guard released a hold of the new tenure"
     );
     inner.unlock().await.unwrap();
     assert_eq!(bench.count(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn force_unlock_tells_every_hold_of_this_client_at_once() {
+async fn force_unlock_notifies_every_hold_of_client_at_once() {
     let mut bench = Bench::new().await;
     let other = LockClient::connect(&bench.server.url())
         .await
@@ -276,7 +274,7 @@ async fn force_unlock_tells_every_hold_of_this_client_at_once() {
     let unlocked = bench.lock.lock().with_owner(owner).await.unwrap();
     let dropped = bench.lock.lock().with_owner(owner).await.unwrap();
     assert!(bench.lock.force_unlock().await.unwrap());
-    // The watchdog timeout has most of its 30 s to go.
+    // Most of the watchdog timeout of 30 s is left.
     assert_eq!(why_lost(&unlocked).await, LostReason::ForceUnlocked);
     assert_eq!(why_lost(&dropped).await, LostReason::ForceUnlocked);
     assert!(unlocked.is_lost() && dropped.is_lost());
@@ -293,7 +291,7 @@ async fn force_unlock_tells_every_hold_of_this_client_at_once() {
             .await
             .unwrap()
             .is_none(),
-        "after whatever is given back"
+        "a release freed the lock of the other client"
     );
     assert!(!theirs.is_lost());
     assert_eq!(bench.fields().len(), 1);
@@ -302,7 +300,7 @@ async fn force_unlock_tells_every_hold_of_this_client_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn force_unlock_by_another_client_is_told_with_the_next_renewal() {
+async fn force_unlock_by_other_client_is_reported_at_renewal() {
     let bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
     let other = LockClient::connect(&bench.server.url())
         .await
@@ -315,7 +313,7 @@ async fn force_unlock_by_another_client_is_told_with_the_next_renewal() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_loss_is_told_before_anybody_else_has_the_lock() {
+async fn loss_is_reported_before_next_owner_acquires() {
     let bench = Bench::new().await;
     let other = LockClient::connect(&bench.server.url())
         .await
@@ -328,16 +326,16 @@ async fn the_loss_is_told_before_anybody_else_has_the_lock() {
             .lease(Duration::from_millis(300))
             .await
             .unwrap();
-        let told = tokio::spawn({
+        let notified = tokio::spawn({
             let lost = guard.lost();
             async move { (lost.await, Instant::now()) }
         });
         let theirs = tokio::time::timeout(LIMIT, other.lock())
             .await
-            .expect("the lease runs out")
+            .expect("the lease did not expire")
             .unwrap();
         assert!(guard.is_lost(), "two owners");
-        assert_eq!(told.await.unwrap().0, LostReason::Expired);
+        assert_eq!(notified.await.unwrap().0, LostReason::Expired);
         assert_lost(guard.unlock().await, LostReason::Expired);
         assert!(!theirs.is_lost());
         theirs.unlock().await.unwrap();
@@ -345,15 +343,14 @@ async fn the_loss_is_told_before_anybody_else_has_the_lock() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lost_never_resolves_after_an_unlock() {
+async fn lost_after_unlock_never_resolves() {
     let bench = Bench::new().await;
     let lease = Duration::from_millis(300);
     let guard = bench.lock.lock().lease(lease).await.unwrap();
     let mut lost = Box::pin(guard.lost());
     assert!((&mut lost).now_or_never().is_none());
     guard.unlock().await.unwrap();
-    // The same lease, begun later, runs out, and a force-unlock of another hold is not this one's
-    // affair.
+    // A later hold with the same lease expires, and a later hold is force-unlocked.
     let later = bench.lock.lock().lease(lease).await.unwrap();
     assert_eq!(why_lost(&later).await, LostReason::Expired);
     drop(later);
@@ -362,13 +359,13 @@ async fn lost_never_resolves_after_an_unlock() {
     assert!(guard.is_lost());
     assert!(
         (&mut lost).now_or_never().is_none(),
-        "it was unlocked, not lost"
+        "the hold was unlocked, not lost"
     );
 }
 
-/// Two holds of one possession: when it is lost, the one that was unlocked before is not concerned.
+/// Two holds of one tenure, of which one is unlocked before the tenure is lost.
 #[tokio::test(flavor = "multi_thread")]
-async fn lost_does_not_resolve_for_a_hold_that_was_unlocked_before_its_owners_other_one_was_lost() {
+async fn lost_of_unlocked_hold_ignores_loss_of_other_hold() {
     let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
     let outer = bench.lock.lock().await.unwrap();
     let inner = bench.lock.lock().with_owner(outer.owner()).await.unwrap();
@@ -379,25 +376,29 @@ async fn lost_does_not_resolve_for_a_hold_that_was_unlocked_before_its_owners_ot
     assert_eq!(why_lost(&outer).await, LostReason::Gone);
     assert!(
         (&mut lost).now_or_never().is_none(),
-        "it was unlocked, not lost"
+        "the hold was unlocked, not lost"
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_remaining_lease_runs_down_and_is_renewed() {
+async fn remaining_lease_decreases_and_is_renewed() {
     let bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
     let renewed = bench.lock.lock().await.unwrap();
     let mut before = renewed.remaining_lease();
     assert!(before > Duration::ZERO && before < BRIEF, "{before:?}");
-    let (mut fell, mut rose) = (0, 0);
-    wait_until("it runs down and is renewed", LIMIT, || {
-        let now = renewed.remaining_lease();
-        assert!(now > Duration::ZERO && now < BRIEF, "{now:?}");
-        fell += usize::from(now < before);
-        rose += usize::from(now > before);
-        before = now;
-        fell > 5 && rose > 3
-    });
+    let (mut decreases, mut increases) = (0, 0);
+    wait_until(
+        "the remaining lease decreases and is renewed",
+        LIMIT,
+        || {
+            let now = renewed.remaining_lease();
+            assert!(now > Duration::ZERO && now < BRIEF, "{now:?}");
+            decreases += usize::from(now < before);
+            increases += usize::from(now > before);
+            before = now;
+            decreases > 5 && increases > 3
+        },
+    );
 
     let fixed = bench
         .client
@@ -407,11 +408,11 @@ async fn the_remaining_lease_runs_down_and_is_renewed() {
         .await
         .unwrap();
     let mut before = fixed.remaining_lease();
-    wait_until("it runs out", LIMIT, || {
+    wait_until("the fixed lease expires", LIMIT, || {
         let now = fixed.remaining_lease();
         assert!(
             now <= before,
-            "a lease of one's own is not renewed: {before:?}, then {now:?}"
+            "a fixed lease was renewed: {before:?}, then {now:?}"
         );
         before = now;
         now == Duration::ZERO
@@ -423,7 +424,7 @@ async fn the_remaining_lease_runs_down_and_is_renewed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_shortest_lease_is_lost_and_leaves_nothing() {
+async fn shortest_lease_expires_and_leaves_nothing() {
     let mut bench = Bench::new().await;
     let lease = Duration::from_millis(1);
     for _ in 0..30 {
@@ -443,7 +444,7 @@ async fn the_shortest_lease_is_lost_and_leaves_nothing() {
     bench.wait_until_free();
     let guard = tokio::time::timeout(LIMIT, bench.lock.lock())
         .await
-        .expect("it is free")
+        .expect("the lock is not free")
         .unwrap();
     guard.unlock().await.unwrap();
 }

@@ -1,5 +1,5 @@
-//! Leases: kept while they are held, never longer, and an owner hears of the end before anybody else
-//! can begin.
+//! Leases: the client renews them while the lock is held and no longer, and it reports a loss
+//! before another owner can acquire the lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use crate::support::server::{Server, unique, wait_until};
 use redisson_lock::{Error, LockClient, LockClientBuilder, LostReason, Owner};
 use tokio::time::{sleep, timeout};
 
-/// Far more than any step takes.
+/// Far longer than any step takes.
 const SOON: Duration = Duration::from_secs(10);
 
 fn ms(millis: u64) -> Duration {
@@ -24,7 +24,7 @@ fn watchdog(millis: u64) -> LockClientBuilder {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_without_a_lease_is_kept_far_beyond_its_timeout() {
+async fn hold_without_lease_is_renewed_beyond_watchdog_timeout() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = watchdog(3_000).connect(&server.url()).await.unwrap();
@@ -36,7 +36,7 @@ async fn a_lock_without_a_lease_is_kept_far_beyond_its_timeout() {
     let mut last = pttl(&mut redis, &name);
     while begun.elapsed() < ms(9_000) {
         let left = pttl(&mut redis, &name);
-        // Renewed at 2000 ms left; the rest is for a busy machine.
+        // A renewal is due at 2000 ms left; the rest allows for a busy machine.
         assert!(
             (100..=3_000).contains(&left),
             "{left} ms left after {:?}",
@@ -53,36 +53,36 @@ async fn a_lock_without_a_lease_is_kept_far_beyond_its_timeout() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_fixed_lease_is_not_renewed_and_its_end_is_told_before_a_rival_gets_in() {
+async fn fixed_lease_is_not_renewed_and_loss_precedes_next_grant() {
     let server = Server::start();
     let mut redis = server.connection();
-    // Its watchdog would renew many times meanwhile.
+    // A watchdog timeout of 300 ms would renew the lease many times in this test.
     let client = watchdog(300).connect(&server.url()).await.unwrap();
     let other = LockClient::connect(&server.url()).await.unwrap();
     let name = unique("stock");
     let guard = client.lock(&name).lock().lease(ms(2_000)).await.unwrap();
     let lost = watch(&guard);
-    let rival = rival(&other, &name);
+    let waiter = rival(&other, &name);
     let mut last = i64::MAX;
-    while !rival.is_finished() && pttl(&mut redis, &name) > 200 {
+    while !waiter.is_finished() && pttl(&mut redis, &name) > 200 {
         let left = pttl(&mut redis, &name);
         assert!(left <= last, "renewed from {last} to {left} ms");
         last = left;
         sleep(ms(5)).await;
     }
-    let (entered, rivals) = timeout(SOON, rival)
+    let (granted_at, next_guard) = timeout(SOON, waiter)
         .await
-        .expect("the rival never got in")
+        .expect("the waiter did not acquire the lock")
         .unwrap();
     assert!(guard.is_lost());
-    let (told, reason) = timeout(SOON, lost)
+    let (notified_at, reason) = timeout(SOON, lost)
         .await
-        .expect("the loss was never told")
+        .expect("the loss was not reported")
         .unwrap();
     assert!(
-        told < entered,
-        "told {:?} after the rival got in",
-        told - entered
+        notified_at < granted_at,
+        "the loss was reported {:?} after the next grant",
+        notified_at - granted_at
     );
     assert_eq!(reason, LostReason::Expired);
     let refused = guard.unlock().await;
@@ -96,12 +96,12 @@ async fn a_fixed_lease_is_not_renewed_and_its_end_is_told_before_a_rival_gets_in
         ),
         "{refused:?}"
     );
-    // The unlock of what was lost takes nothing from the rival.
-    rivals.unlock().await.unwrap();
+    // The unlock of the lost hold releases no hold of the next owner.
+    next_guard.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_hears_with_the_next_renewal_that_its_key_is_gone() {
+async fn deleted_key_is_reported_at_next_renewal() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = watchdog(3_000).connect(&server.url()).await.unwrap();
@@ -110,13 +110,13 @@ async fn an_owner_hears_with_the_next_renewal_that_its_key_is_gone() {
     let lost = watch(&guard);
     redis::cmd("DEL").arg(&name).exec(&mut redis).unwrap();
     let begun = Instant::now();
-    let (told, reason) = timeout(SOON, lost)
+    let (notified_at, reason) = timeout(SOON, lost)
         .await
-        .expect("the loss was never told")
+        .expect("the loss was not reported")
         .unwrap();
     assert_eq!(reason, LostReason::Gone);
-    // A renewal comes after a second; the end of the proof would come after 2850 ms.
-    assert!(told - begun < ms(2_000), "{:?}", told - begun);
+    // The next renewal is due after 1000 ms. Without it the loss would be reported after 2850 ms.
+    assert!(notified_at - begun < ms(2_000), "{:?}", notified_at - begun);
     assert!(guard.is_lost());
     assert_eq!(guard.remaining_lease(), Duration::ZERO);
     assert!(matches!(
@@ -138,7 +138,7 @@ impl Drop for Dropped {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn guarded_work_is_stopped_when_its_lock_is_lost() {
+async fn run_stops_its_future_when_lock_is_lost() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = watchdog(3_000).connect(&server.url()).await.unwrap();
@@ -160,16 +160,19 @@ async fn guarded_work_is_stopped_when_its_lock_is_lost() {
         })
         .await
     });
-    wait_until("the work has begun", SOON, || {
+    wait_until("the future runs", SOON, || {
         steps.load(Ordering::Acquire) > 10
     });
     assert!(!dropped.load(Ordering::Acquire));
     redis::cmd("DEL").arg(&name).exec(&mut redis).unwrap();
     let outcome: Result<(), Error> = timeout(SOON, run)
         .await
-        .expect("the work was not stopped")
+        .expect("the future was not stopped")
         .unwrap();
-    assert!(dropped.load(Ordering::Acquire), "the work lives on");
+    assert!(
+        dropped.load(Ordering::Acquire),
+        "the future was not dropped"
+    );
     assert!(
         matches!(&outcome, Err(Error::Lost { lock, reason: LostReason::Gone, .. }) if *lock == name),
         "{outcome:?}"
@@ -177,7 +180,7 @@ async fn guarded_work_is_stopped_when_its_lock_is_lost() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_that_is_cut_off_knows_of_its_loss_before_a_rival_gets_in() {
+async fn owner_cut_off_is_notified_before_next_grant() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = watchdog(2_000).connect(&proxy.url()).await.unwrap();
@@ -185,28 +188,28 @@ async fn an_owner_that_is_cut_off_knows_of_its_loss_before_a_rival_gets_in() {
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
     let lost = watch(&guard);
-    let rival = rival(&other, &name);
+    let waiter = rival(&other, &name);
     proxy.set(Way::Both, Flow::Hold);
-    let (entered, rivals) = timeout(SOON, rival)
+    let (granted_at, next_guard) = timeout(SOON, waiter)
         .await
-        .expect("the rival never got in")
+        .expect("the waiter did not acquire the lock")
         .unwrap();
     assert!(guard.is_lost());
-    let (told, reason) = timeout(SOON, lost)
+    let (notified_at, reason) = timeout(SOON, lost)
         .await
-        .expect("the loss was never told")
+        .expect("the loss was not reported")
         .unwrap();
     assert!(
-        told < entered,
-        "told {:?} after the rival got in",
-        told - entered
+        notified_at < granted_at,
+        "the loss was reported {:?} after the next grant",
+        notified_at - granted_at
     );
     assert_eq!(reason, LostReason::Expired);
     assert_eq!(guard.remaining_lease(), Duration::ZERO);
 
-    // What the network brings late takes nothing from the rival.
+    // Calls that arrive late release no hold of the next owner.
     proxy.set(Way::Both, Flow::Pass);
-    wait_until_answered(&client).await;
+    wait_until_connected(&client).await;
     let refused = guard.unlock().await;
     assert!(
         matches!(
@@ -218,19 +221,19 @@ async fn an_owner_that_is_cut_off_knows_of_its_loss_before_a_rival_gets_in() {
         ),
         "{refused:?}"
     );
-    assert!(!rivals.is_lost());
-    rivals.unlock().await.unwrap();
+    assert!(!next_guard.is_lost());
+    next_guard.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_unlock_of_a_lost_lock_needs_no_server_to_say_so() {
+async fn unlock_after_loss_reports_it_without_server() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = watchdog(600).connect(&proxy.url()).await.unwrap();
     let guard = client.lock(unique("stock")).lock().await.unwrap();
     proxy.set(Way::Both, Flow::Hold);
     assert_eq!(timeout(SOON, guard.lost()).await, Ok(LostReason::Expired));
-    // By now the background tries to take it off the server, and goes on trying.
+    // By now the background tries to release the lost hold, and it keeps trying.
     sleep(ms(300)).await;
     let begun = Instant::now();
     let refused = guard.unlock().await;
@@ -247,16 +250,16 @@ async fn the_unlock_of_a_lost_lock_needs_no_server_to_say_so() {
     assert!(begun.elapsed() < ms(2_000), "{:?}", begun.elapsed());
 }
 
-/// Waits until the client has a connection that answers again.
-async fn wait_until_answered(client: &LockClient) {
+/// Waits until the client has a connection on which the server replies.
+async fn wait_until_connected(client: &LockClient) {
     timeout(SOON, client.lock(unique("probe")).is_locked())
         .await
-        .expect("no answer")
+        .expect("no reply")
         .unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_that_is_cut_off_for_half_its_lease_keeps_its_lock() {
+async fn owner_cut_off_for_half_its_lease_keeps_lock() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -269,14 +272,14 @@ async fn an_owner_that_is_cut_off_for_half_its_lease_keeps_its_lock() {
     let guard = client.lock(&name).lock().await.unwrap();
     let mut lost = watch(&guard);
     proxy.set(Way::Both, Flow::Hold);
-    wait_until("half of the lease is over", SOON, || {
+    wait_until("half of the lease has passed", SOON, || {
         pttl(&mut redis, &name) < 2_000
     });
     proxy.set(Way::Both, Flow::Pass);
     wait_until("the lease is restored", ms(1_500), || {
         pttl(&mut redis, &name) > 2_600
     });
-    // Beyond the end of what was proved before.
+    // Beyond the end of the lease that was last confirmed before.
     sleep(ms(2_500)).await;
     assert!(lost.try_recv().is_err() && !guard.is_lost());
     guard.unlock().await.unwrap();
@@ -284,7 +287,7 @@ async fn an_owner_that_is_cut_off_for_half_its_lease_keeps_its_lock() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn many_locks_are_renewed_in_batches_and_a_spoilt_one_loses_only_itself() {
+async fn batched_renewal_loses_only_lock_with_replaced_key() {
     const LOCKS: usize = 500;
     let server = Server::start();
     let mut redis = server.connection();
@@ -301,15 +304,18 @@ async fn many_locks_are_renewed_in_batches_and_a_spoilt_one_loses_only_itself() 
         .exec(&mut redis)
         .unwrap();
     let (before, begun) = (scripts(&mut redis), Instant::now());
-    // Long enough that every lease had to be renewed.
+    // Every lease has to be renewed in this time.
     sleep(ms(4_500)).await;
     let (calls, periods) = (
         scripts(&mut redis) - before,
         begun.elapsed().as_millis() as u64 / 1_000 + 1,
     );
-    // Five batches of a hundred; what is taken one after the other may need some more in the first
-    // periods.
-    assert!(calls >= 4 * 5, "{calls} scripts cannot have renewed them");
+    // Five batches of 100 locks in a period. The first periods may need more batches, because the
+    // locks were acquired one after the other.
+    assert!(
+        calls >= 4 * 5,
+        "{calls} scripts are too few to renew every lock"
+    );
     assert!(
         calls <= periods * 20,
         "{calls} scripts in {periods} periods"
@@ -325,13 +331,13 @@ async fn many_locks_are_renewed_in_batches_and_a_spoilt_one_loses_only_itself() 
         Ok("something else".to_owned())
     );
     drop(guards);
-    wait_until("all is given back", SOON, || {
+    wait_until("every other lock is released", SOON, || {
         redis::cmd("DBSIZE").query(&mut redis) == Ok(1)
     });
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_hold_that_was_given_back_is_not_renewed() {
+async fn released_hold_is_not_renewed() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = watchdog(300).connect(&server.url()).await.unwrap();
@@ -339,14 +345,14 @@ async fn a_hold_that_was_given_back_is_not_renewed() {
     let guard = client.lock(&name).lock().await.unwrap();
     let owner = format!("{}:{}", client.client_id(), guard.owner());
     guard.unlock().await.unwrap();
-    // The very hold that a renewal of it would keep alive.
+    // The same hold, which a renewal would keep.
     redis::pipe()
         .hset(&name, owner, 1)
         .pexpire(&name, 1_000)
         .exec(&mut redis)
         .unwrap();
     let mut last = i64::MAX;
-    wait_until("it expires", SOON, || {
+    wait_until("the key expires", SOON, || {
         let left = pttl(&mut redis, &name);
         assert!(left <= last, "renewed from {last} to {left} ms");
         last = left;
@@ -355,7 +361,7 @@ async fn a_hold_that_was_given_back_is_not_renewed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_forgotten_hold_is_renewed_until_it_is_unlocked() {
+async fn detached_hold_is_renewed_until_unlock() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = watchdog(1_500).connect(&server.url()).await.unwrap();
@@ -367,7 +373,7 @@ async fn a_forgotten_hold_is_renewed_until_it_is_unlocked() {
         while begun.elapsed() < ms(4_000) {
             assert!(
                 pttl(&mut redis, &name) > 0,
-                "it was let go after {:?}",
+                "the key was gone after {:?}",
                 begun.elapsed()
             );
             sleep(ms(5)).await;
@@ -379,7 +385,7 @@ async fn a_forgotten_hold_is_renewed_until_it_is_unlocked() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_lost_is_taken_off_the_server_when_it_is_back() {
+async fn lost_hold_is_released_after_reconnect() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -390,22 +396,24 @@ async fn what_was_lost_is_taken_off_the_server_when_it_is_back() {
         .unwrap();
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
-    // Renewals get through, and their replies do not: the server has the lock when we cannot know
-    // that.
+    // Renewals reach the server, but their replies do not reach the client: the server has a hold
+    // that the client reports as lost.
     proxy.set(Way::Replies, Flow::Hold);
     assert_eq!(timeout(SOON, guard.lost()).await, Ok(LostReason::Expired));
     assert!(
         pttl(&mut redis, &name) > 1_000,
-        "the renewal did not get through"
+        "the renewal did not reach the server"
     );
     proxy.set(Way::Both, Flow::Pass);
-    wait_until("it is given back", SOON, || pttl(&mut redis, &name) == -2);
-    assert_eq!(expired(&mut redis), 0, "it ran out instead");
+    wait_until("the lost hold is released", SOON, || {
+        pttl(&mut redis, &name) == -2
+    });
+    assert_eq!(expired(&mut redis), 0, "the lease expired instead");
     assert!(matches!(guard.unlock().await, Err(Error::Lost { .. })));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_grant_that_arrives_after_its_lease_is_no_grant() {
+async fn grant_received_after_lease_end_is_reported_lost() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -423,8 +431,8 @@ async fn a_grant_that_arrives_after_its_lease_is_no_grant() {
         ),
         "{outcome:?}"
     );
-    wait_until("nothing is left", SOON, || pttl(&mut redis, &name) == -2);
-    // Nor does anything of it stay in the way of the next.
+    wait_until("no key is left", SOON, || pttl(&mut redis, &name) == -2);
+    // The next acquire is not blocked either.
     proxy.set(Way::Replies, Flow::Pass);
     client
         .lock(&name)
@@ -437,7 +445,7 @@ async fn a_grant_that_arrives_after_its_lease_is_no_grant() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_that_stood_still_does_no_more_guarded_work() {
+async fn process_resumed_after_loss_stops_guarded_work() {
     let server = Server::start();
     let mut redis = server.connection();
     let other = LockClient::connect(&server.url()).await.unwrap();
@@ -459,19 +467,19 @@ async fn a_process_that_stood_still_does_no_more_guarded_work() {
         };
         wait_until("the worker works", 3 * SOON, || steps(&mut redis) > 20);
         worker.pause();
-        let rivals = timeout(SOON, rival(&other, &name))
+        let next_guard = timeout(SOON, rival(&other, &name))
             .await
-            .expect("its lock is not freed")
+            .expect("the lock of the paused worker is not freed")
             .unwrap()
             .1;
         let before = steps(&mut redis);
         worker.resume();
-        wait_until("the worker has noticed", SOON, || {
+        wait_until("the worker has recorded its result", SOON, || {
             redis::cmd("EXISTS").arg(&done).query(&mut redis) == Ok(1)
         });
         let outcome: String = redis::cmd("GET").arg(&done).query(&mut redis).unwrap();
         assert!(outcome.contains("was lost"), "{outcome}");
-        // One step may have been under way, between the look at the clock and the write.
+        // One step may have passed the check of the lease before the pause.
         let after = steps(&mut redis);
         assert!(
             after <= before + 1,
@@ -479,18 +487,18 @@ async fn a_process_that_stood_still_does_no_more_guarded_work() {
             after - before
         );
         assert!(worker.ended(SOON).success());
-        assert!(!rivals.is_lost());
-        rivals.unlock().await.unwrap();
+        assert!(!next_guard.is_lost());
+        next_guard.unlock().await.unwrap();
     }
 }
 
-/// Counts steps of work under the lock, until it is stopped; then writes down how it ended.
+/// Counts steps of work under the lock until `run` stops it, then records the error.
 #[tokio::test]
 async fn worker_process() {
     let Some(_) = process::role() else { return };
     let redis = redis::Client::open(process::setting("URL")).unwrap();
     let mut redis = redis.get_multiplexed_async_connection().await.unwrap();
-    let mut at_work = redis.clone();
+    let mut counter = redis.clone();
     let client = watchdog(1_500)
         .connect(&process::setting("URL"))
         .await
@@ -501,7 +509,7 @@ async fn worker_process() {
             loop {
                 redis::cmd("INCR")
                     .arg(process::setting("WORK"))
-                    .exec_async(&mut at_work)
+                    .exec_async(&mut counter)
                     .await
                     .unwrap();
                 sleep(ms(2)).await;
@@ -520,7 +528,7 @@ async fn worker_process() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_margin_between_the_loss_and_the_end_of_the_lease_is_the_owners() {
+async fn lost_guard_keeps_lock_until_lease_expires() {
     let server = Server::start();
     let client = watchdog(3_000).connect(&server.url()).await.unwrap();
     let name = unique("stock");
@@ -528,22 +536,24 @@ async fn the_margin_between_the_loss_and_the_end_of_the_lease_is_the_owners() {
     let begun = Instant::now();
     let mut redis = server.connection();
     assert_eq!(timeout(SOON, guard.lost()).await, Ok(LostReason::Expired));
-    // The guard is still there, so its code may be as well: nobody gets in before the lease itself
-    // is over.
+    // While the guard exists, its code may still run: no other owner may acquire the lock before
+    // the lease has expired.
     loop {
         let left = pttl(&mut redis, &name);
-        // Looked at afterwards, so that a stall of this process proves nothing.
+        // The clock is read after PTTL, so that a stall of this process fails no check.
         if begun.elapsed() > ms(3_900) {
             break;
         }
         assert!(left > 0, "free after {:?}", begun.elapsed());
         sleep(ms(5)).await;
     }
-    wait_until("the lease is over", SOON, || pttl(&mut redis, &name) == -2);
+    wait_until("the lease expires", SOON, || pttl(&mut redis, &name) == -2);
 
-    // Without a guard nobody needs the margin.
+    // Without a guard the client releases the hold at once.
     let guard = client.lock(&name).lock().lease(ms(4_000)).await.unwrap();
     assert_eq!(timeout(SOON, guard.lost()).await, Ok(LostReason::Expired));
     drop(guard);
-    wait_until("it is given back", SOON, || pttl(&mut redis, &name) == -2);
+    wait_until("the hold is released", SOON, || {
+        pttl(&mut redis, &name) == -2
+    });
 }

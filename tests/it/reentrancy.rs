@@ -1,4 +1,5 @@
-//! Who re-enters and who is kept out: owners, scopes and policies.
+//! Re-entry: which requests re-enter a held lock, and which are excluded, by owner, scope and
+//! owner policy.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,19 +12,19 @@ use redisson_lock::{Error, LockClient, Owner, OwnerExt, OwnerPolicy, ReentrantLo
 use tokio::runtime::Handle;
 use tokio::task::{JoinSet, yield_now};
 
-/// Longer than any test: what depends on it has failed.
+/// Longer than any test, so that a step that waits for it fails.
 const NEVER: Duration = Duration::from_secs(3600);
 
-/// Counts who is inside at the same time.
+/// Counts the tasks that are in the critical section at the same time.
 #[derive(Default)]
-struct Room {
+struct CriticalSection {
     inside: AtomicUsize,
     most: AtomicUsize,
 }
 
-impl Room {
-    /// Stays long enough for everybody else to come in who can.
-    async fn stay(&self) {
+impl CriticalSection {
+    /// Stays in the section long enough for every other task to enter that can.
+    async fn enter(&self) {
         let inside = self.inside.fetch_add(1, Ordering::SeqCst) + 1;
         self.most.fetch_max(inside, Ordering::SeqCst);
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -36,7 +37,7 @@ impl Room {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_nested_run_re_enters() {
+async fn nested_run_reenters() {
     let mut bench = Bench::shared(LockClient::builder()).await;
     let lock = &bench.lock;
     let counts = lock
@@ -63,7 +64,7 @@ async fn a_nested_run_re_enters() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_way_to_lock_re_enters_in_a_scope() {
+async fn every_kind_of_request_in_a_scope_reenters() {
     let mut bench = Bench::shared(LockClient::builder()).await;
     let lock = bench.lock.clone();
     let (owner, guards) = Owner::scope(async {
@@ -90,11 +91,11 @@ async fn every_way_to_lock_re_enters_in_a_scope() {
     assert_eq!(
         hold_count(&lock).await.unwrap(),
         0,
-        "outside the scope nobody is the owner"
+        "a task outside the scope has holds"
     );
     assert!(
         lock.try_lock().await.unwrap().is_none(),
-        "outside the scope it is a lock that somebody holds"
+        "a request outside the scope acquired the lock"
     );
     for (left, guard) in (0..5).rev().zip(guards) {
         guard.unlock().await.unwrap();
@@ -103,7 +104,7 @@ async fn every_way_to_lock_re_enters_in_a_scope() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn owner_is_the_same_in_every_task() {
+async fn owner_in_another_task_reenters() {
     let mut bench = Bench::shared(LockClient::builder()).await;
     let owner = Owner::new();
     let lock = bench.lock.clone();
@@ -112,36 +113,36 @@ async fn owner_is_the_same_in_every_task() {
     let second = task.await.unwrap().unwrap();
     assert_eq!((first.owner(), second.owner()), (owner, owner));
     assert_eq!(bench.count(), 2);
-    let stranger = bench
+    let other = bench
         .lock
         .try_lock()
         .with_owner(Owner::new())
         .await
         .unwrap();
-    assert!(stranger.is_none(), "{stranger:?}");
+    assert!(other.is_none(), "{other:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_spawned_child_re_enters_only_if_the_owner_is_carried() {
+async fn spawned_task_reenters_only_in_current_owner() {
     let bench = Bench::shared(LockClient::builder()).await;
     let lock = bench.lock.clone();
     let outer = lock.clone();
     outer
         .run(async move {
-            let (carried, plain) = (lock.clone(), lock.clone());
+            let (same_owner, other_owner) = (lock.clone(), lock.clone());
             let child = tokio::spawn(
                 async move {
-                    carried
-                        .run(async { hold_count(&carried).await.unwrap() })
+                    same_owner
+                        .run(async { hold_count(&same_owner).await.unwrap() })
                         .await
                 }
                 .in_current_owner(),
             );
             assert_eq!(child.await.unwrap().unwrap(), 2);
-            let child = tokio::spawn(async move { plain.try_lock().await });
+            let child = tokio::spawn(async move { other_owner.try_lock().await });
             assert!(
                 child.await.unwrap().unwrap().is_none(),
-                "the owner leaked into a spawned task"
+                "a spawned task has the owner"
             );
         })
         .await
@@ -149,43 +150,43 @@ async fn a_spawned_child_re_enters_only_if_the_owner_is_carried() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_join_set_re_enters_with_the_owner_carried() {
+async fn join_set_tasks_reenter_only_in_current_owner() {
     let mut bench = Bench::shared(LockClient::builder()).await;
     let lock = bench.lock.clone();
     let outer = lock.clone();
-    let (carried, plain) = outer
+    let (same_owner, other_owner) = outer
         .run(async move {
-            let (mut carried, mut plain) = (JoinSet::new(), JoinSet::new());
+            let (mut same_owner, mut other_owner) = (JoinSet::new(), JoinSet::new());
             for _ in 0..8 {
                 let lock = lock.clone();
-                carried
+                same_owner
                     .spawn(async move { lock.lock().await.unwrap().detach() }.in_current_owner());
             }
-            let all = carried.join_all().await.len();
+            let all = same_owner.join_all().await.len();
             assert_eq!(hold_count(&lock).await.unwrap(), 9);
             for _ in 0..8 {
                 let lock = lock.clone();
-                plain.spawn(async move { lock.try_lock().await.unwrap().is_some() });
+                other_owner.spawn(async move { lock.try_lock().await.unwrap().is_some() });
             }
             for _ in 0..8 {
                 lock.unlock().await.unwrap();
             }
-            (all, plain.join_all().await)
+            (all, other_owner.join_all().await)
         })
         .await
         .unwrap();
-    assert_eq!(carried, 8);
-    assert_eq!(plain, [false; 8]);
+    assert_eq!(same_owner, 8);
+    assert_eq!(other_owner, [false; 8]);
     assert_eq!(bench.count(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_scope_ends_with_its_future() {
+async fn scope_ends_with_its_future() {
     let bench = Bench::shared(LockClient::builder()).await;
     let guard = Owner::scope(async { bench.lock.lock().await.unwrap() }).await;
     assert_eq!(bench.client.current_owner(), None);
     assert!(bench.lock.try_lock().await.unwrap().is_none());
-    // The guard is the way back into the scope.
+    // `run` of the guard runs a future in the guard's owner.
     let count = guard
         .run(async {
             bench
@@ -198,7 +199,7 @@ async fn a_scope_ends_with_its_future() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn under_the_per_task_policy_a_task_re_enters_and_others_are_kept_out() {
+async fn per_task_policy_task_reenters_and_excludes_others() {
     let mut bench = Bench::shared(LockClient::builder().owner_policy(OwnerPolicy::PerTask)).await;
     let lock = bench.lock.clone();
     let client = bench.client.clone();
@@ -223,10 +224,10 @@ async fn under_the_per_task_policy_a_task_re_enters_and_others_are_kept_out() {
 
     let lock = bench.lock.clone();
     let other = tokio::spawn(async move { lock.try_lock().await.unwrap().is_none() });
-    assert!(other.await.unwrap(), "another task got in");
+    assert!(other.await.unwrap(), "another task acquired the lock");
     assert!(
         bench.lock.try_lock().await.unwrap().is_none(),
-        "the thread outside any task got in"
+        "the thread outside any task acquired the lock"
     );
     first.unlock().await.unwrap();
     second.unlock().await.unwrap();
@@ -234,7 +235,7 @@ async fn under_the_per_task_policy_a_task_re_enters_and_others_are_kept_out() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn under_the_per_task_policy_a_thread_re_enters_and_other_threads_are_kept_out() {
+async fn per_task_policy_thread_reenters_and_excludes_others() {
     let mut bench = Bench::shared(LockClient::builder().owner_policy(OwnerPolicy::PerTask)).await;
     let on_a_thread = |lock: ReentrantLock| {
         let runtime = Handle::current();
@@ -259,31 +260,28 @@ async fn under_the_per_task_policy_a_thread_re_enters_and_other_threads_are_kept
     assert_eq!(bench.count(), 2);
     assert!(
         on_a_thread(bench.lock.clone()).await.unwrap().is_none(),
-        "another thread got in"
+        "another thread acquired the lock"
     );
     let lock = bench.lock.clone();
     let task = tokio::spawn(async move { lock.try_lock().await.unwrap().is_none() });
-    assert!(task.await.unwrap(), "a task got in");
+    assert!(task.await.unwrap(), "a task acquired the lock");
     first.unlock().await.unwrap();
     second.unlock().await.unwrap();
     assert_eq!(bench.count(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn under_the_per_task_policy_a_task_gives_back_what_it_forgot() {
+async fn per_task_policy_task_unlocks_its_detached_holds() {
     let mut bench = Bench::shared(LockClient::builder().owner_policy(OwnerPolicy::PerTask)).await;
     let (client, lock) = (bench.client.clone(), bench.lock.clone());
     tokio::spawn(async move {
         let _ = lock.lock().await.unwrap().detach();
         let _ = lock.lock().await.unwrap().detach();
         let other = lock.clone();
-        let stranger = tokio::spawn(async move { other.unlock().await })
+        let refused = tokio::spawn(async move { other.unlock().await })
             .await
             .unwrap();
-        assert!(
-            matches!(stranger, Err(Error::NotHeld { .. })),
-            "{stranger:?}"
-        );
+        assert!(matches!(refused, Err(Error::NotHeld { .. })), "{refused:?}");
         lock.unlock().await.unwrap();
         let owner = client.current_owner().unwrap();
         assert_eq!(lock.hold_count_of(owner).await.unwrap(), 1);
@@ -295,35 +293,35 @@ async fn under_the_per_task_policy_a_task_gives_back_what_it_forgot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_branches_of_one_join_exclude_each_other_outside_a_owner() {
+async fn joined_locks_outside_a_scope_exclude_each_other() {
     let bench = Bench::shared(LockClient::builder()).await;
-    let room = Room::default();
+    let section = CriticalSection::default();
     let branch = || async {
         for _ in 0..3 {
             let guard = bench.lock.lock().await.unwrap();
-            room.stay().await;
+            section.enter().await;
             guard.unlock().await.unwrap();
         }
     };
     tokio::join!(branch(), branch(), branch());
-    assert_eq!(room.most(), 1);
+    assert_eq!(section.most(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_siblings_that_run_exclude_each_other() {
+async fn joined_runs_outside_a_scope_exclude_each_other() {
     let bench = Bench::shared(LockClient::builder()).await;
-    let room = Room::default();
+    let section = CriticalSection::default();
     let branch = || async {
         for _ in 0..3 {
-            bench.lock.run(room.stay()).await.unwrap();
+            bench.lock.run(section.enter()).await.unwrap();
         }
     };
     tokio::join!(branch(), branch(), branch());
-    assert_eq!(room.most(), 1);
+    assert_eq!(section.most(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_branches_in_one_scope_share_the_lock() {
+async fn joined_branches_in_one_scope_share_the_lock() {
     let mut bench = Bench::shared(LockClient::builder()).await;
     let lock = bench.lock.clone();
     let (one, other) = Owner::scope(async { tokio::join!(lock.lock(), lock.lock()) }).await;
@@ -337,19 +335,19 @@ async fn two_branches_in_one_scope_share_the_lock() {
     })
     .await;
 
-    // Both together, which would never end if they excluded each other.
-    let meet = tokio::sync::Barrier::new(2);
-    let branch = || async { lock.run(meet.wait()).await.unwrap() };
+    // Both branches have to be in the section at once: if they excluded each other, none would end.
+    let barrier = tokio::sync::Barrier::new(2);
+    let branch = || async { lock.run(barrier.wait()).await.unwrap() };
     tokio::time::timeout(
         LIMIT,
         Owner::scope(async { tokio::join!(branch(), branch()) }),
     )
     .await
-    .expect("both in at the same time");
+    .expect("the branches exclude each other");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_branches_in_one_scope_that_wait_for_another_client_both_get_in() {
+async fn waiting_branches_in_one_scope_all_acquire() {
     let mut bench = Bench::shared(LockClient::builder().recheck_interval(NEVER)).await;
     let other = LockClient::connect(&bench.server.url()).await.unwrap();
     let theirs = other.lock(&bench.name).lock().await.unwrap();
@@ -358,12 +356,14 @@ async fn two_branches_in_one_scope_that_wait_for_another_client_both_get_in() {
         let (one, other, third) = tokio::join!(lock.lock(), lock.lock(), lock.try_lock_for(NEVER));
         (one.unwrap(), other.unwrap(), third.unwrap().unwrap())
     }));
-    wait_until("they wait", LIMIT, || bench.is_waited_for());
+    wait_until("the branches have subscribed", LIMIT, || {
+        bench.is_waited_for()
+    });
     assert!(!waiting.is_finished());
     theirs.unlock().await.unwrap();
     let guards = tokio::time::timeout(LIMIT, waiting)
         .await
-        .expect("all get in")
+        .expect("not every branch acquired the lock")
         .unwrap();
     assert_eq!(bench.count(), 3);
     drop(guards);
@@ -371,16 +371,16 @@ async fn two_branches_in_one_scope_that_wait_for_another_client_both_get_in() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_re_entry_does_not_queue_behind_those_who_wait() {
+async fn reentry_does_not_wait_in_the_queue() {
     let mut bench = Bench::shared(LockClient::builder().recheck_interval(NEVER)).await;
     let lock = bench.lock.clone();
     let owner = Owner::new();
     let outer = lock.lock().with_owner(owner).await.unwrap();
     let waiting = tokio::spawn(bench.lock.lock().into_future());
-    wait_until("somebody waits", LIMIT, || bench.is_waited_for());
+    wait_until("the waiter has subscribed", LIMIT, || bench.is_waited_for());
     let inner = tokio::time::timeout(LIMIT, lock.lock().with_owner(owner))
         .await
-        .expect("at once")
+        .expect("the re-entry waits")
         .unwrap();
     assert_eq!(bench.count(), 2);
     assert!(!waiting.is_finished());
@@ -390,14 +390,14 @@ async fn a_re_entry_does_not_queue_behind_those_who_wait() {
     inner.unlock().await.unwrap();
     let theirs = tokio::time::timeout(LIMIT, waiting)
         .await
-        .expect("the waiter gets in")
+        .expect("the waiter did not acquire the lock")
         .unwrap()
         .unwrap();
     assert_ne!(theirs.owner(), owner);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_keeps_its_lock_exactly_as_long_as_its_last_hold() {
+async fn lock_stays_held_until_last_hold_is_released() {
     let mut bench = Bench::shared(LockClient::builder()).await;
     for outer_first in [true, false] {
         let lock = &bench.lock;
@@ -418,7 +418,7 @@ async fn an_owner_keeps_its_lock_exactly_as_long_as_its_last_hold() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_clients_are_two_owners_even_in_one_scope() {
+async fn two_clients_in_one_scope_are_two_owners() {
     let bench = Bench::shared(LockClient::builder()).await;
     let other = LockClient::connect(&bench.server.url()).await.unwrap();
     Owner::scope(async {
@@ -430,7 +430,7 @@ async fn two_clients_are_two_owners_even_in_one_scope() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_holds_each_lock_on_its_own() {
+async fn holds_of_two_locks_are_counted_separately() {
     let bench = Bench::shared(LockClient::builder()).await;
     let second = bench.client.lock(unique("reentrancy"));
     Owner::scope(async {

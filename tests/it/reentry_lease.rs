@@ -1,4 +1,4 @@
-//! What a re-entry does to the lease.
+//! Re-entries with and without a lease: which lease the lock has, and whether it is renewed.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use crate::support::server::wait_until;
 use redisson_lock::{LockClient, Owner, OwnerExt};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shorter_lease_on_re_entry_does_not_shorten_the_outer_hold() {
+async fn reentry_with_shorter_lease_keeps_outer_lease() {
     let mut bench = Bench::shared(LockClient::builder()).await;
     for outer_lease in [None, Some(Duration::from_secs(30))] {
         let lock = bench.lock.clone();
@@ -36,7 +36,7 @@ async fn a_shorter_lease_on_re_entry_does_not_shorten_the_outer_hold() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_outer_hold_goes_on_being_renewed_after_a_shorter_re_entry() {
+async fn outer_hold_is_renewed_after_shorter_reentry() {
     let mut bench =
         Bench::shared(LockClient::builder().watchdog_timeout(Duration::from_millis(900))).await;
     let lock = bench.lock.clone();
@@ -48,21 +48,21 @@ async fn the_outer_hold_goes_on_being_renewed_after_a_shorter_re_entry() {
         .with_owner(owner)
         .await
         .unwrap();
-    // Six thirds of the lease: it would have run out twice.
-    see_renewals(&mut bench, 6);
+    // Six renewals take six thirds of the lease, in which it would have expired twice.
+    wait_for_renewals(&mut bench, 6);
     assert!(
         !outer.is_lost() && !inner.is_lost(),
-        "the owner holds it, so no hold of it is lost"
+        "a hold is lost although the owner holds the lock"
     );
     inner.unlock().await.unwrap();
-    see_renewals(&mut bench, 3);
+    wait_for_renewals(&mut bench, 3);
     assert!(!outer.is_lost());
     outer.unlock().await.unwrap();
     assert_eq!(bench.count(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_inner_hold_without_a_lease_is_renewed_although_the_outer_one_has_one() {
+async fn inner_hold_without_lease_is_renewed_despite_outer_lease() {
     let mut bench =
         Bench::shared(LockClient::builder().watchdog_timeout(Duration::from_millis(900))).await;
     let lock = bench.lock.clone();
@@ -74,24 +74,24 @@ async fn an_inner_hold_without_a_lease_is_renewed_although_the_outer_one_has_one
         .await
         .unwrap();
     let inner = lock.lock().with_owner(owner).await.unwrap();
-    see_renewals(&mut bench, 6);
+    wait_for_renewals(&mut bench, 6);
     assert!(!inner.is_lost());
     inner.unlock().await.unwrap();
-    // The hold that is left is not renewed: it runs out, and says so.
+    // The outer hold is not renewed: its lease expires, and the loss is reported.
     tokio::time::timeout(LIMIT, outer.lost())
         .await
-        .expect("the outer lease runs out");
-    wait_until("the key runs out", LIMIT, || bench.pttl() == -2);
+        .expect("the outer lease did not expire");
+    wait_until("the key expires", LIMIT, || bench.pttl() == -2);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn many_re_entries_with_short_leases_do_not_starve_the_renewal_of_the_outer_hold() {
+async fn many_short_reentries_do_not_delay_outer_renewal() {
     let watchdog = Duration::from_millis(900);
     let mut bench = Bench::shared(LockClient::builder().watchdog_timeout(watchdog)).await;
     let lock = bench.lock.clone();
     let owner = Owner::new();
     let outer = lock.lock().with_owner(owner).await.unwrap();
-    // They stay: a release would restore the lease by itself.
+    // The guards are kept: a release would restore the lease.
     let mut inner = Vec::new();
     let begun = Instant::now();
     let mut tick = tokio::time::interval(Duration::from_millis(10));
@@ -118,13 +118,13 @@ async fn many_re_entries_with_short_leases_do_not_starve_the_renewal_of_the_oute
     outer.unlock().await.unwrap();
 }
 
-/// Waits until the lease was prolonged that often, by whoever; the lock must not go away meanwhile.
-fn see_renewals(bench: &mut Bench, times: usize) {
+/// Waits until the lease was prolonged that often, by any call. The key must exist all the time.
+fn wait_for_renewals(bench: &mut Bench, times: usize) {
     let (mut seen, mut before) = (0, bench.pttl());
     wait_until("renewals", 2 * LIMIT, || {
         let now = bench.pttl();
-        assert!(now > 0, "the lock went away after {seen} renewals");
-        // A renewal adds a third of the lease; less is noise.
+        assert!(now > 0, "the key is gone after {seen} renewals");
+        // A renewal adds a third of the lease, 300 ms; less is no renewal.
         seen += usize::from(now > before + 100);
         before = now;
         seen >= times

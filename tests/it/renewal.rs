@@ -1,4 +1,5 @@
-//! Renewals when something is wrong: only what cannot be renewed is lost.
+//! Renewals with a revoked permission or a stalled connection: only a lock that cannot be renewed
+//! is lost.
 
 use std::time::{Duration, Instant};
 
@@ -13,10 +14,10 @@ fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// The server refuses a script as a whole, whichever of its keys it may not touch: the others of a
-/// batch must not go down with that one.
+/// The server refuses a script if the user may not access one of its keys. The other locks of the
+/// batch must not be lost with that one.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_whose_rights_are_taken_away_loses_only_itself() {
+async fn revoked_key_permission_loses_only_that_lock() {
     let server = Server::start();
     let mut redis = server.connection();
     let user = [
@@ -33,65 +34,64 @@ async fn a_lock_whose_rights_are_taken_away_loses_only_itself() {
     for _ in 0..5 {
         guards.push(client.lock(unique("app:stock")).lock().await.unwrap());
     }
-    let spoilt = client.lock(unique("tmp:stock")).lock().await.unwrap();
+    let revoked = client.lock(unique("tmp:stock")).lock().await.unwrap();
     redis::cmd("ACL")
         .arg(&["SETUSER", "app", "resetkeys", "~app:*"])
         .exec(&mut redis)
         .unwrap();
-    timeout(SOON, spoilt.lost())
+    timeout(SOON, revoked.lost())
         .await
-        .expect("nobody renews it");
-    // The others are older, and have got beyond the same time.
+        .expect("the lock is still renewed");
+    // The other locks are older, so their leases would have expired by now.
     let lost = guards.iter().filter(|guard| guard.is_lost()).count();
-    assert_eq!(
-        lost, 0,
-        "locks were lost that the server would have renewed"
-    );
+    assert_eq!(lost, 0, "locks that the user may access were lost");
 }
 
-/// The path of a connection fails, and another takes over: the server answers on any new connection
-/// at once. A client that stuck to the old one for as long as a command may take would lose locks
-/// that it could renew.
+/// The network path of a connection fails, and another path replaces it: the server answers on any
+/// new connection at once. A client that kept the old connection for the command timeout would lose
+/// locks that it could renew.
 #[tokio::test(flavor = "multi_thread")]
-async fn one_connection_that_stands_still_loses_no_lock() {
-    const PARTIES: u64 = 24;
+async fn stalled_connection_loses_no_lock() {
+    const CLIENTS: u64 = 24;
     let server = Server::start();
-    let mut parties = Vec::new();
-    for number in 0..PARTIES {
+    let mut clients = Vec::new();
+    for number in 0..CLIENTS {
         let proxy = Proxy::start(&server).await;
         let client = LockClient::builder()
             .watchdog_timeout(ms(3_000))
             .connect(&proxy.url())
             .await
             .unwrap();
-        parties.push((number, proxy, client, Instant::now()));
+        clients.push((number, proxy, client, Instant::now()));
     }
-    let stalled = parties.into_iter().map(|(number, proxy, client, born)| {
-        tokio::spawn(async move {
-            // An idle connection is tried out every second: the time between that and the renewals
-            // varies.
-            let phase = (born.elapsed().as_millis() % 1_000) as u64;
-            sleep(ms(1_000 - phase + 50 + 150 * (number % 6))).await;
-            let guard = client.lock(unique("stock")).lock().await.unwrap();
-            // Until just before the first renewal.
-            sleep(ms(900 - 40 * (number / 6))).await;
-            proxy.stall();
-            is_renewed(&guard).await
-        })
-    });
+    let stalled = clients
+        .into_iter()
+        .map(|(number, proxy, client, connected)| {
+            tokio::spawn(async move {
+                // The client probes an idle connection every second. Each client has another time
+                // between the probe and the renewal.
+                let phase = (connected.elapsed().as_millis() % 1_000) as u64;
+                sleep(ms(1_000 - phase + 50 + 150 * (number % 6))).await;
+                let guard = client.lock(unique("stock")).lock().await.unwrap();
+                // The stall begins just before the first renewal.
+                sleep(ms(900 - 40 * (number / 6))).await;
+                proxy.stall();
+                is_renewed(&guard).await
+            })
+        });
     let renewed: Vec<bool> = futures::future::join_all(stalled)
         .await
         .into_iter()
         .map(Result::unwrap)
         .collect();
-    assert!(!renewed.contains(&false), "renewed, not lost: {renewed:?}");
+    assert!(!renewed.contains(&false), "locks were lost: {renewed:?}");
 }
 
-/// The attempt to connect stands still, too: something in between accepted it and lost its state.
-/// If it were waited for as long as a connection may take, a cut of half a lease would cost the
-/// whole of it.
+/// The attempt to connect stalls, too: a middlebox accepted it and lost its state. A client that
+/// waited for the connect timeout would lose the lock, although the network was cut for half a
+/// lease only.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_to_connect_that_stands_still_loses_no_lock() {
+async fn stalled_reconnect_loses_no_lock() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
@@ -103,22 +103,25 @@ async fn an_attempt_to_connect_that_stands_still_loses_no_lock() {
     assert!(is_renewed(&guard).await);
     let cut = Instant::now();
     proxy.set(Way::Both, Flow::Hold);
-    // Something to be without an answer, so that the connection is given up after a second.
+    // A call without a reply, so that the client closes the connection after a second.
     let probe = client.lock("probe");
     let probing = tokio::spawn(async move { probe.is_locked().await });
     sleep(ms(1_500)).await;
     proxy.stall();
     proxy.set(Way::Both, Flow::Pass);
-    // Half of the lease was cut off. Now every new connection works.
+    // The network was cut for half of the lease. Now every new connection works.
     let fresh = LockClient::connect(&proxy.url()).await.unwrap();
     assert_eq!(fresh.lock("probe").is_locked().await, Ok(false));
-    let back = cut.elapsed();
+    let cut_for = cut.elapsed();
     assert!(
         is_renewed(&guard).await,
-        "lost, although cut off for {back:?} only of a lease of 3 s"
+        "the lock was lost after a cut of {cut_for:?}, with a lease of 3 s"
     );
     assert_eq!(
-        timeout(SOON, probing).await.expect("it hangs").unwrap(),
+        timeout(SOON, probing)
+            .await
+            .expect("the probe hangs")
+            .unwrap(),
         Ok(false)
     );
 }
@@ -126,7 +129,7 @@ async fn an_attempt_to_connect_that_stands_still_loses_no_lock() {
 /// Waits until the lock is renewed or lost.
 async fn is_renewed(guard: &LockGuard) -> bool {
     let mut left = guard.remaining_lease();
-    wait_until_async("it is renewed or lost", SOON, || {
+    wait_until_async("the lock is renewed or lost", SOON, || {
         let before = std::mem::replace(&mut left, guard.remaining_lease());
         std::future::ready(guard.is_lost() || left > before)
     })
