@@ -1,5 +1,5 @@
-//! Bad input is refused by a typed error before anything is sent, odd input works, and secrets stay
-//! secret.
+//! Input: a typed error refuses invalid input before anything is sent, unusual input works, and no
+//! output shows a password.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -16,34 +16,34 @@ use redisson_lock::{
     Step,
 };
 
-/// How long anything may take that needs no lease to run out; far below the leases that the tests
-/// leave alone.
+/// The limit of a step that waits for no lease to expire; far shorter than the leases that no test
+/// waits for.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Longer than any test: what depends on it has failed.
+/// Longer than any test, so that a step that waits for it fails.
 const NEVER: Duration = Duration::from_secs(3600);
 
 const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 const PASSWORD: &str = "correcthorsebatterystaple";
 
-/// A client that sends nothing by itself, as no reply is late and nothing is looked after.
+/// A client that sends nothing by itself: no reply is late, and no re-check is due.
 fn quiet() -> LockClientBuilder {
     LockClient::builder()
         .command_timeout(Duration::from_secs(60))
         .recheck_interval(NEVER)
 }
 
-/// What the server has seen: how often each command was called, and which connections there are
-/// with how many subscriptions each.
+/// What clients did on the server: the calls of each command, and the connections with their
+/// subscriptions.
 #[derive(Debug, PartialEq, Eq)]
-struct Seen {
+struct Activity {
     commands: BTreeMap<String, String>,
     connections: BTreeSet<String>,
 }
 
-impl Seen {
-    fn by(observer: &mut Connection) -> Self {
+impl Activity {
+    fn read(observer: &mut Connection) -> Self {
         let info: String = cmd("INFO").arg("commandstats").query(observer).unwrap();
         let commands = info.lines().filter_map(|line| {
             let (command, rest) = line.strip_prefix("cmdstat_")?.split_once(':')?;
@@ -52,7 +52,7 @@ impl Seen {
                 .filter(|pair| pair.contains("calls"))
                 .collect::<Vec<_>>()
                 .join(",");
-            // The observer's own (Redis before 7.0 does not tell the subcommands of CLIENT apart).
+            // The observer's own. Redis before 7.0 counts the subcommands of CLIENT as one.
             (!["info", "client|list", "client"].contains(&command))
                 .then(|| (command.to_owned(), counts))
         });
@@ -72,22 +72,22 @@ impl Seen {
     }
 }
 
-/// What every request for a lock answers.
-async fn every_request(lock: &ReentrantLock, set: Set) -> Vec<Result<(), Error>> {
+/// The result of each kind of request with these options.
+async fn every_request(lock: &ReentrantLock, options: Options) -> Vec<Result<(), Error>> {
     let never = async { panic!("the future ran although the request was refused") };
     let (mut locking, mut running) = (lock.lock(), lock.lock());
-    let mut trying = set
-        .wait
-        .map_or(lock.try_lock(), |wait| lock.try_lock_for(wait));
-    if let Some(lease) = set.lease {
+    let mut trying = options
+        .timeout
+        .map_or(lock.try_lock(), |timeout| lock.try_lock_for(timeout));
+    if let Some(lease) = options.lease {
         (locking, trying, running) = (
             locking.lease(lease),
             trying.lease(lease),
             running.lease(lease),
         );
     }
-    if let Some(wait) = set.wait {
-        (locking, running) = (locking.timeout(wait), running.timeout(wait));
+    if let Some(timeout) = options.timeout {
+        (locking, running) = (locking.timeout(timeout), running.timeout(timeout));
     }
     vec![
         locking.await.map(drop),
@@ -97,17 +97,17 @@ async fn every_request(lock: &ReentrantLock, set: Set) -> Vec<Result<(), Error>>
 }
 
 #[derive(Clone, Copy, Default)]
-struct Set {
+struct Options {
     lease: Option<Duration>,
-    wait: Option<Duration>,
+    timeout: Option<Duration>,
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn names_that_cannot_be_used_are_refused_before_anything_is_sent() {
+async fn invalid_name_is_refused_before_sending() {
     let server = Server::start();
     let client = quiet().connect(&server.url()).await.unwrap();
     let mut observer = server.connection();
-    let before = Seen::by(&mut observer);
+    let before = Activity::read(&mut observer);
     let owner = Owner::from_thread_id(1).unwrap();
     for name in [
         String::new(),
@@ -116,7 +116,7 @@ async fn names_that_cannot_be_used_are_refused_before_anything_is_sent() {
         "x".repeat(1 << 20),
     ] {
         let lock = client.lock(&name);
-        let mut answers = every_request(&lock, Set::default()).await;
+        let mut answers = every_request(&lock, Options::default()).await;
         answers.push(lock.unlock().await);
         answers.push(lock.unlock().with_owner(owner).await);
         answers.push(lock.force_unlock().await.map(drop));
@@ -131,7 +131,7 @@ async fn names_that_cannot_be_used_are_refused_before_anything_is_sent() {
             };
             assert!(
                 error.to_string().len() < 1_000,
-                "the message repeats all of a name of {} bytes",
+                "the message contains a name of {} bytes in full",
                 name.len()
             );
             assert!(
@@ -140,14 +140,14 @@ async fn names_that_cannot_be_used_are_refused_before_anything_is_sent() {
             );
         }
     }
-    assert_eq!(Seen::by(&mut observer), before);
+    assert_eq!(Activity::read(&mut observer), before);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn odd_names_work_from_end_to_end() {
+async fn unusual_names_work_in_every_operation() {
     let server = Server::start();
     let url = server.url();
-    // Without re-checks: only a message on the right channel wakes.
+    // No re-check is due: only a message on the right channel wakes the waiter.
     let (one, other) = (
         quiet().connect(&url).await.unwrap(),
         quiet().connect(&url).await.unwrap(),
@@ -210,7 +210,7 @@ async fn odd_names_work_from_end_to_end() {
         assert!(theirs.is_locked().await.unwrap());
         assert!(theirs.try_lock().await.unwrap().is_none(), "{shown:?}");
         let waiting = tokio::spawn(theirs.lock().into_future());
-        wait_until("somebody waits", LIMIT, || {
+        wait_until("the waiter has subscribed", LIMIT, || {
             cmd("PUBSUB")
                 .arg("CHANNELS")
                 .query::<Vec<String>>(&mut observer)
@@ -224,7 +224,7 @@ async fn odd_names_work_from_end_to_end() {
             .unwrap_or_else(|error| panic!("{shown:?}: {error}"));
         let woken = tokio::time::timeout(LIMIT, waiting).await;
         let guard = woken
-            .unwrap_or_else(|_| panic!("{shown:?}: not woken"))
+            .unwrap_or_else(|_| panic!("{shown:?}: the waiter was not woken"))
             .unwrap()
             .unwrap();
         let count = guard
@@ -236,7 +236,7 @@ async fn odd_names_work_from_end_to_end() {
             matches!(guard.unlock().await, Err(Error::Lost { .. })),
             "{shown:?}"
         );
-        wait_until("nothing is left", LIMIT, || {
+        wait_until("no channel and no key is left", LIMIT, || {
             cmd("PUBSUB")
                 .arg("CHANNELS")
                 .query::<Vec<String>>(&mut observer)
@@ -248,12 +248,12 @@ async fn odd_names_work_from_end_to_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn leases_that_cannot_be_used_are_refused_before_anything_is_sent() {
+async fn invalid_lease_is_refused_before_sending() {
     let server = Server::start();
     let client = quiet().connect(&server.url()).await.unwrap();
     let mut observer = server.connection();
     let lock = client.lock(unique("lease"));
-    let before = Seen::by(&mut observer);
+    let before = Activity::read(&mut observer);
     for bad in [
         Duration::ZERO,
         Duration::from_nanos(1),
@@ -264,12 +264,12 @@ async fn leases_that_cannot_be_used_are_refused_before_anything_is_sent() {
         Duration::from_millis(u64::MAX),
         Duration::MAX,
     ] {
-        for wait in [None, Some(Duration::ZERO), Some(NEVER)] {
+        for timeout in [None, Some(Duration::ZERO), Some(NEVER)] {
             for answer in every_request(
                 &lock,
-                Set {
+                Options {
                     lease: Some(bad),
-                    wait,
+                    timeout,
                 },
             )
             .await
@@ -281,17 +281,17 @@ async fn leases_that_cannot_be_used_are_refused_before_anything_is_sent() {
             }
         }
     }
-    assert_eq!(Seen::by(&mut observer), before);
+    assert_eq!(Activity::read(&mut observer), before);
     drop(client);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn waits_that_cannot_be_used_are_refused_before_anything_is_sent() {
+async fn invalid_timeout_is_refused_before_sending() {
     let server = Server::start();
     let client = quiet().connect(&server.url()).await.unwrap();
     let mut observer = server.connection();
-    let lock = client.lock(unique("wait"));
-    let before = Seen::by(&mut observer);
+    let lock = client.lock(unique("timeout"));
+    let before = Activity::read(&mut observer);
     for bad in [
         Duration::MAX,
         Duration::from_millis(u64::MAX),
@@ -299,8 +299,8 @@ async fn waits_that_cannot_be_used_are_refused_before_anything_is_sent() {
     ] {
         for answer in every_request(
             &lock,
-            Set {
-                wait: Some(bad),
+            Options {
+                timeout: Some(bad),
                 lease: None,
             },
         )
@@ -312,14 +312,14 @@ async fn waits_that_cannot_be_used_are_refused_before_anything_is_sent() {
             assert_eq!(*timeout, bad);
         }
     }
-    assert_eq!(Seen::by(&mut observer), before);
+    assert_eq!(Activity::read(&mut observer), before);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wait_of_zero_asks_once_and_the_longest_wait_waits() {
+async fn timeout_of_zero_tries_once_and_longest_timeout_waits() {
     let server = Server::start();
     let client = quiet().connect(&server.url()).await.unwrap();
-    let lock = client.lock(unique("wait"));
+    let lock = client.lock(unique("timeout"));
     lock.lock()
         .timeout(Duration::ZERO)
         .await
@@ -350,14 +350,14 @@ async fn a_wait_of_zero_asks_once_and_the_longest_wait_waits() {
     guard.unlock().await.unwrap();
     let guard = tokio::time::timeout(LIMIT, waiting)
         .await
-        .expect("woken")
+        .expect("the waiter was not woken")
         .unwrap()
         .unwrap();
-    guard.expect("granted").unlock().await.unwrap();
+    guard.expect("a grant").unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_is_sent_in_whole_milliseconds() {
+async fn lease_is_sent_in_whole_milliseconds() {
     let server = Server::start();
     let client = quiet().connect(&server.url()).await.unwrap();
     let mut observer = server.connection();
@@ -375,7 +375,7 @@ async fn a_lease_is_sent_in_whole_milliseconds() {
     ] {
         let name = unique("lease");
         cmd("SLOWLOG").arg("RESET").exec(&mut observer).unwrap();
-        // A lease of a millisecond may be over before its grant arrives.
+        // A lease of 1 ms may expire before its grant arrives.
         let answer = client.lock(&name).try_lock().lease(lease).await;
         assert!(
             matches!(&answer, Ok(Some(_)) | Err(Error::Lost { .. })),
@@ -387,18 +387,18 @@ async fn a_lease_is_sent_in_whole_milliseconds() {
             .arg(100)
             .query(&mut observer)
             .unwrap();
-        // EVALSHA sha1 keys name ticket owner lease before target; a release has its channel in the
-        // place of the lease.
+        // EVALSHA sha1 keys name ticket owner lease before target; a release has its channel where
+        // an acquire has the lease.
         let acquire = log
             .into_iter()
             .map(|entry| entry.3)
             .find(|words| words.len() == 9 && words[3] == name && words[6].parse::<u64>().is_ok());
-        assert_eq!(acquire.expect("the acquire")[6], sent, "{lease:?}");
+        assert_eq!(acquire.expect("an acquire script")[6], sent, "{lease:?}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn settings_out_of_bounds_are_refused_before_anything_is_sent() {
+async fn setting_out_of_bounds_is_refused_before_sending() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.set_nonblocking(true).unwrap();
     let url = format!(
@@ -406,7 +406,7 @@ async fn settings_out_of_bounds_are_refused_before_anything_is_sent() {
         listener.local_addr().unwrap().port()
     );
     let ms = Duration::from_millis;
-    let long = NEVER + Duration::from_nanos(1);
+    let too_long = NEVER + Duration::from_nanos(1);
     let builder = LockClient::builder;
     for (setting, wrong) in [
         (
@@ -430,23 +430,23 @@ async fn settings_out_of_bounds_are_refused_before_anything_is_sent() {
             builder().recheck_interval(Duration::ZERO),
         ),
         ("recheck interval", builder().recheck_interval(ms(9))),
-        ("recheck interval", builder().recheck_interval(long)),
+        ("recheck interval", builder().recheck_interval(too_long)),
         (
             "recheck interval",
             builder().recheck_interval(Duration::MAX),
         ),
-        ("retry timeout", builder().retry_timeout(long)),
+        ("retry timeout", builder().retry_timeout(too_long)),
         ("retry timeout", builder().retry_timeout(Duration::MAX)),
         ("connect timeout", builder().connect_timeout(Duration::ZERO)),
         (
             "connect timeout",
             builder().connect_timeout(Duration::from_micros(999)),
         ),
-        ("connect timeout", builder().connect_timeout(long)),
+        ("connect timeout", builder().connect_timeout(too_long)),
         ("connect timeout", builder().connect_timeout(Duration::MAX)),
         ("command timeout", builder().command_timeout(Duration::ZERO)),
         ("command timeout", builder().command_timeout(ms(9))),
-        ("command timeout", builder().command_timeout(long)),
+        ("command timeout", builder().command_timeout(too_long)),
         ("command timeout", builder().command_timeout(Duration::MAX)),
         ("renewal batch size", builder().renewal_batch_size(0)),
         ("renewal batch size", builder().renewal_batch_size(1001)),
@@ -467,12 +467,12 @@ async fn settings_out_of_bounds_are_refused_before_anything_is_sent() {
             other => panic!("{wrong:?}: {other:?}"),
         }
     }
-    let nobody = listener.accept().expect_err("a connection was opened");
-    assert_eq!(nobody.kind(), ErrorKind::WouldBlock);
+    let error = listener.accept().expect_err("a connection was opened");
+    assert_eq!(error.kind(), ErrorKind::WouldBlock);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn settings_at_their_bounds_are_taken() {
+async fn setting_at_its_bound_is_accepted() {
     let server = Server::start();
     let ms = Duration::from_millis;
     let builder = LockClient::builder;
@@ -502,7 +502,7 @@ async fn settings_at_their_bounds_are_taken() {
             .await
             .unwrap_or_else(|error| panic!("{right:?}: {error}"));
     }
-    // These are too short to be sure of an answer, but not too short to be refused.
+    // With these the server may not reply in time, but they are valid.
     for right in [
         builder().watchdog_timeout(ms(50)),
         builder().command_timeout(ms(10)),
@@ -517,7 +517,7 @@ async fn settings_at_their_bounds_are_taken() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_time_for_retries_the_first_answer_is_waited_for_all_the_same() {
+async fn retry_timeout_of_zero_waits_for_first_reply() {
     let server = Server::start();
     let client = LockClient::builder()
         .retry_timeout(Duration::ZERO)
@@ -526,26 +526,26 @@ async fn without_time_for_retries_the_first_answer_is_waited_for_all_the_same() 
         .unwrap();
     let mut observer = server.connection();
     let lock = client.lock(unique("retry"));
-    // The server is well and takes its time, far less than the command timeout.
-    let mut busy = || {
+    // The server replies late, but far within the command timeout.
+    let mut pause = || {
         cmd("CLIENT")
             .arg("PAUSE")
             .arg(300)
             .exec(&mut observer)
             .unwrap()
     };
-    busy();
+    pause();
     let guard = lock.lock().await.unwrap();
-    busy();
+    pause();
     guard.unlock().await.unwrap();
     let guard = lock.lock().await.unwrap();
-    busy();
+    pause();
     drop(guard);
     client.shutdown().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn urls_that_cannot_be_used_are_refused_and_not_repeated() {
+async fn invalid_url_is_refused_without_showing_password() {
     let secret = format!("me:{PASSWORD}@127.0.0.1:1");
     let urls = [
         "".into(),
@@ -588,13 +588,13 @@ async fn urls_that_cannot_be_used_are_refused_and_not_repeated() {
     for url in urls {
         match tokio::time::timeout(LIMIT, LockClient::connect(&url))
             .await
-            .expect("an answer")
+            .expect("no answer in time")
         {
             Err(error @ Error::InvalidConfig { setting: "url", .. }) => {
                 assert_no_secret(&error);
                 assert!(
                     error.to_string().contains("redis://"),
-                    "the right form is not named: {error}"
+                    "the error does not name the valid form: {error}"
                 );
             }
             other => panic!("{url:?}: {other:?}"),
@@ -604,7 +604,7 @@ async fn urls_that_cannot_be_used_are_refused_and_not_repeated() {
         let Err(error @ Error::InvalidConfig { .. }) =
             LockClient::connect(&format!("{scheme}://{secret}")).await
         else {
-            panic!("{scheme}: plain text although TLS was asked for");
+            panic!("{scheme}: the client connects without TLS");
         };
         assert_no_secret(&error);
         assert!(error.to_string().contains("TLS"), "{error}");
@@ -618,12 +618,15 @@ fn assert_no_secret(shown: &(impl Debug + ToString)) {
         format!("{shown:#?}"),
         shown.to_string(),
     ] {
-        assert!(!text.contains(PASSWORD), "the password shows: {text}");
+        assert!(
+            !text.contains(PASSWORD),
+            "the text contains the password: {text}"
+        );
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn other_forms_of_a_url_work() {
+async fn alternative_url_forms_connect() {
     let server = Server::start();
     let port = server.port();
     for url in [
@@ -645,7 +648,7 @@ async fn other_forms_of_a_url_work() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_password_shows_nowhere() {
+async fn password_appears_in_no_output() {
     let log = Log::capture();
     let server = Server::builder().password(PASSWORD).start();
     let url = server.url();
@@ -663,25 +666,25 @@ async fn a_password_shows_nowhere() {
     guard.unlock().await.unwrap();
     client.shutdown().await.unwrap();
 
-    let wrong = format!("redis://:{PASSWORD}x@127.0.0.1:{}", server.port());
-    let nobody = format!("redis://:{PASSWORD}@127.0.0.1:{}", unused_port());
-    let nowhere = format!("redis://me:{PASSWORD}@no-such-host.invalid:6379");
+    let wrong_password = format!("redis://:{PASSWORD}x@127.0.0.1:{}", server.port());
+    let closed_port = format!("redis://:{PASSWORD}@127.0.0.1:{}", unused_port());
+    let unknown_host = format!("redis://me:{PASSWORD}@no-such-host.invalid:6379");
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-    let silence = format!("redis://:{PASSWORD}@{}", silent.local_addr().unwrap());
-    for url in [wrong, nobody, nowhere, silence] {
+    let silent_server = format!("redis://:{PASSWORD}@{}", silent.local_addr().unwrap());
+    for url in [wrong_password, closed_port, unknown_host, silent_server] {
         let builder = quiet().connect_timeout(Duration::from_millis(500));
         let error = tokio::time::timeout(LIMIT, builder.connect(&url))
             .await
-            .expect("an answer")
+            .expect("no answer in time")
             .unwrap_err();
         assert_no_secret(&error);
     }
     let log = log.text();
-    assert!(!log.contains(PASSWORD), "the log tells it");
+    assert!(!log.contains(PASSWORD), "the log contains the password");
 }
 
-/// Connects with a password that is escaped in the URL, as the default user and as another one.
-async fn connect_with_password(password: &str, escaped: &str) {
+/// Connects with a percent-encoded password, as the default user and as another one.
+async fn connect_with_password(password: &str, encoded: &str) {
     let server = Server::start();
     let mut observer = server.connection();
     cmd("ACL")
@@ -703,61 +706,60 @@ async fn connect_with_password(password: &str, escaped: &str) {
         .exec(&mut observer)
         .unwrap();
     for user in ["", "me"] {
-        let url = format!("redis://{user}:{escaped}@127.0.0.1:{}", server.port());
+        let url = format!("redis://{user}:{encoded}@127.0.0.1:{}", server.port());
         let client = LockClient::connect(&url)
             .await
             .unwrap_or_else(|error| panic!("{user:?}: {password:?}: {error}"));
-        client.lock(unique("escaped")).run(async {}).await.unwrap();
+        client.lock(unique("encoded")).run(async {}).await.unwrap();
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_password_that_is_escaped_in_the_url_is_understood() {
+async fn percent_encoded_password_logs_in() {
     connect_with_password("a@b:c/d?e#f%25+\u{e9}", "a%40b%3Ac%2Fd%3Fe%23f%2525+%C3%A9").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_password_with_a_space_is_understood() {
+async fn password_with_space_logs_in() {
     connect_with_password("two words", "two%20words").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_password_with_a_quote_is_understood() {
+async fn password_with_quotes_logs_in() {
     connect_with_password("a\"b'c", "a%22b'c").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_password_is_no_way_to_slip_a_command_in() {
-    // With a password: a user without one is let in with any.
+async fn password_with_line_break_injects_no_command() {
+    // The server has a password: without one it accepts every login.
     let server = Server::builder().password(PASSWORD).start();
     let mut observer = server.connection();
     cmd("SET")
-        .arg("treasure")
+        .arg("unrelated")
         .arg("x")
         .exec(&mut observer)
         .unwrap();
-    // Whether a password with a line break is refused or sent as it is: it is not what it looks
-    // like.
+    // The client may refuse the password or send it; the server must not run it as a command.
     let url = format!(
-        "redis://:x%0D%0ADEL%20treasure%0D%0A@127.0.0.1:{}",
+        "redis://:x%0D%0ADEL%20unrelated%0D%0A@127.0.0.1:{}",
         server.port()
     );
     let builder = LockClient::builder().connect_timeout(Duration::from_secs(1));
     let answer = tokio::time::timeout(LIMIT, builder.connect(&url))
         .await
-        .expect("an answer");
-    let kept: bool = cmd("EXISTS").arg("treasure").query(&mut observer).unwrap();
+        .expect("no answer in time");
+    let kept: bool = cmd("EXISTS").arg("unrelated").query(&mut observer).unwrap();
     assert!(kept, "a command in the password was run");
     assert!(answer.is_err(), "{answer:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wrong_login_is_a_typed_error_at_once() {
+async fn wrong_login_is_a_server_error_at_once() {
     let server = Server::builder().password(PASSWORD).start();
     let port = server.port();
     for url in [
         format!("redis://:wrong@127.0.0.1:{port}"),
-        format!("redis://nobody:{PASSWORD}@127.0.0.1:{port}"),
+        format!("redis://unknown:{PASSWORD}@127.0.0.1:{port}"),
         format!("redis://127.0.0.1:{port}"),
     ] {
         let begun = Instant::now();
@@ -780,14 +782,17 @@ async fn a_wrong_login_is_a_typed_error_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_database_that_is_not_there_is_an_error_at_once() {
+async fn missing_database_is_an_error_at_once() {
     let server = Server::start();
     let mut observer = server.connection();
     let url = format!("{}/99", server.url());
     let answer = LockClient::builder()
         .connect_timeout(3 * LIMIT)
         .connect(&url);
-    match tokio::time::timeout(LIMIT, answer).await.expect("at once") {
+    match tokio::time::timeout(LIMIT, answer)
+        .await
+        .expect("no answer in time")
+    {
         Err(Error::Server { .. } | Error::Connection { .. }) => {}
         Err(error) => panic!("{error}"),
         Ok(client) => {
@@ -807,7 +812,7 @@ fn unused_port() -> u16 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_not_there_is_a_typed_error_at_once() {
+async fn unreachable_server_is_a_typed_error_at_once() {
     let begun = Instant::now();
     let url = format!("redis://127.0.0.1:{}", unused_port());
     let answer = LockClient::builder()
@@ -820,7 +825,7 @@ async fn a_server_that_is_not_there_is_a_typed_error_at_once() {
     );
     assert!(begun.elapsed() < LIMIT, "{:?}", begun.elapsed());
 
-    // It takes the connection and never says a word.
+    // This server accepts the connection and never replies.
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let begun = Instant::now();
     let after = Duration::from_millis(300);
@@ -832,9 +837,9 @@ async fn a_server_that_is_not_there_is_a_typed_error_at_once() {
     match &answer {
         Err(Error::Timeout {
             step: Step::Connect,
-            after: told,
+            after: reported,
             ..
-        }) => assert_eq!(*told, after),
+        }) => assert_eq!(*reported, after),
         Err(Error::Connection { .. }) => {}
         other => panic!("{other:?}"),
     }
@@ -842,7 +847,7 @@ async fn a_server_that_is_not_there_is_a_typed_error_at_once() {
 }
 
 #[test]
-fn thread_ids_that_are_not_positive_are_refused() {
+fn thread_id_that_is_not_positive_is_refused() {
     for id in [0, -1, i64::MIN] {
         let answer = Owner::from_thread_id(id);
         let Err(Error::InvalidConfig {
@@ -861,7 +866,7 @@ fn thread_ids_that_are_not_positive_are_refused() {
 }
 
 #[test]
-fn client_ids_that_are_no_uuid_are_refused() {
+fn client_id_that_is_not_a_uuid_is_refused() {
     for text in [
         "",
         " ",
@@ -888,7 +893,7 @@ fn client_ids_that_are_no_uuid_are_refused() {
             "{text:?}: {answer:?}"
         );
     }
-    // What is taken is written as Redisson writes it.
+    // A valid id is printed as Redisson prints it.
     let id: ClientId = "6F1B5CD0-7C40-4F0A-9E0D-2B7A3C1D9E11".parse().unwrap();
     assert_eq!(id.to_string(), "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11");
     assert_eq!(id.to_string().parse::<ClientId>().unwrap(), id);
@@ -896,7 +901,7 @@ fn client_ids_that_are_no_uuid_are_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_of_another_type_is_a_server_error_and_stays() {
+async fn key_of_other_type_is_a_server_error_and_is_kept() {
     let server = Server::start();
     let client = quiet().connect(&server.url()).await.unwrap();
     let mut observer = server.connection();
@@ -913,18 +918,22 @@ async fn a_key_of_another_type_is_a_server_error_and_stays() {
             cmd("DUMP").arg(&name).query(observer).unwrap()
         };
         let before = dump(&mut observer);
-        let mut answers = every_request(&lock, Set::default()).await;
+        let mut answers = every_request(&lock, Options::default()).await;
         answers.extend(
             every_request(
                 &lock,
-                Set {
-                    wait: Some(NEVER),
+                Options {
+                    timeout: Some(NEVER),
                     lease: Some(LIMIT),
                 },
             )
             .await,
         );
-        answers.extend(every_request(&lock, Set::default()).with_owner(owner).await);
+        answers.extend(
+            every_request(&lock, Options::default())
+                .with_owner(owner)
+                .await,
+        );
         answers.push(lock.unlock().with_owner(owner).await);
         answers.push(lock.force_unlock().await.map(drop));
         for (at, answer) in answers.into_iter().enumerate() {
@@ -947,7 +956,7 @@ async fn a_key_of_another_type_is_a_server_error_and_stays() {
         cmd("DEL").arg(&name).exec(&mut observer).unwrap();
     }
 
-    // A key that changes its type under a hold: the lock is lost, and the key is not ours to take.
+    // A key that changes its type under a hold: the lock is lost, and the unlock keeps the key.
     let guard = lock.lock().await.unwrap();
     cmd("SET").arg(&name).arg("x").exec(&mut observer).unwrap();
     let answer = guard.unlock().await;
@@ -963,7 +972,7 @@ async fn a_key_of_another_type_is_a_server_error_and_stays() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_that_becomes_another_type_ends_the_waiting_for_it() {
+async fn key_changed_to_other_type_ends_wait() {
     let server = Server::start();
     let client = LockClient::builder()
         .recheck_interval(Duration::from_millis(20))
@@ -974,12 +983,12 @@ async fn a_key_that_becomes_another_type_ends_the_waiting_for_it() {
     let name = unique("type");
     cmd("HSET")
         .arg(&name)
-        .arg("somebody")
+        .arg("another-owner")
         .arg(1)
         .exec(&mut observer)
         .unwrap();
     let waiting = tokio::spawn(client.lock(&name).lock().into_future());
-    wait_until("it waits", LIMIT, || {
+    wait_until("the waiter has subscribed", LIMIT, || {
         cmd("PUBSUB")
             .arg("CHANNELS")
             .query::<Vec<String>>(&mut observer)
@@ -990,7 +999,7 @@ async fn a_key_that_becomes_another_type_ends_the_waiting_for_it() {
     cmd("SET").arg(&name).arg("x").exec(&mut observer).unwrap();
     let answer = tokio::time::timeout(LIMIT, waiting)
         .await
-        .expect("an answer")
+        .expect("no answer in time")
         .unwrap();
     assert!(matches!(&answer, Err(Error::Server { .. })), "{answer:?}");
     assert_eq!(
@@ -1002,7 +1011,7 @@ async fn a_key_that_becomes_another_type_ends_the_waiting_for_it() {
     );
 }
 
-/// All that is traced in this process, by whichever crate.
+/// All log events of this process, from every crate.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 

@@ -1,4 +1,4 @@
-//! Trouble under load: scripts that the server forgets and connections that are killed, again and
+//! Many tasks on a few locks, while the script cache is flushed or connections are killed again and
 //! again.
 
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::support::server::{Server, unique, wait_until};
 use redisson_lock::LockClient;
 use tokio::time::{sleep, timeout};
 
-/// Far more than any step takes, far less than the leases in these tests.
+/// Far longer than any step takes, far shorter than the leases in these tests.
 const SOON: Duration = Duration::from_secs(10);
 
 fn ms(millis: u64) -> Duration {
@@ -19,24 +19,24 @@ fn ms(millis: u64) -> Duration {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn scripts_that_the_server_forgets_are_sent_again() {
+async fn flushed_scripts_are_sent_again() {
     let server = Server::start();
     under_load(&server, |redis| {
         redis::cmd("SCRIPT").arg("FLUSH").exec(redis).unwrap();
         std::thread::sleep(ms(2));
     })
     .await;
-    let whole = info(
+    let full_scripts = info(
         &mut server.connection(),
         "commandstats",
         "cmdstat_eval:",
         "calls=",
     );
-    assert!(whole > 0, "no script was ever missing");
+    assert!(full_scripts > 0, "no script was missing");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn connections_that_are_killed_again_and_again_spoil_no_count() {
+async fn repeatedly_killed_connections_keep_counts_exact() {
     let server = Server::start();
     under_load(&server, |redis| {
         redis::cmd("CLIENT")
@@ -48,10 +48,10 @@ async fn connections_that_are_killed_again_and_again_spoil_no_count() {
     .await;
 }
 
-/// A busy server accepts a connection and refuses what is asked on it: no reason to try again
-/// without a pause.
+/// A busy server accepts a connection and refuses every command on it. The client has to back off
+/// between its attempts to connect.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_busy_server_is_not_stormed_with_connections() {
+async fn busy_server_receives_few_connections() {
     let server = Server::start();
     let mut redis = server.connection();
     redis::cmd("CONFIG")
@@ -81,11 +81,11 @@ async fn a_busy_server_is_not_stormed_with_connections() {
     assert_eq!(client.lock(unique("stock")).is_locked().await, Ok(false));
 }
 
-/// Fifty tasks lock and unlock five locks, a thousand times in all, while something goes wrong
-/// again and again.
+/// 50 tasks lock and unlock 5 locks, 1000 times in all, while a thread causes a fault again and
+/// again.
 async fn under_load(
     server: &Server,
-    mut trouble: impl FnMut(&mut redis::Connection) + Send + 'static,
+    mut cause_fault: impl FnMut(&mut redis::Connection) + Send + 'static,
 ) {
     const TASKS: usize = 50;
     const ROUNDS: u64 = 20;
@@ -105,16 +105,16 @@ async fn under_load(
             })
             .collect(),
     );
-    let over = Arc::new(AtomicBool::new(false));
-    let troublemaker = std::thread::spawn({
-        let (mut redis, over) = (server.connection(), Arc::clone(&over));
+    let stop = Arc::new(AtomicBool::new(false));
+    let fault_thread = std::thread::spawn({
+        let (mut redis, stop) = (server.connection(), Arc::clone(&stop));
         move || {
-            let mut times = 0;
-            while !over.load(Ordering::Acquire) {
-                trouble(&mut redis);
-                times += 1;
+            let mut faults = 0;
+            while !stop.load(Ordering::Acquire) {
+                cause_fault(&mut redis);
+                faults += 1;
             }
-            times
+            faults
         }
     });
     let tasks: Vec<_> = (0..TASKS)
@@ -126,7 +126,7 @@ async fn under_load(
                     let guard = lock.lock().await.unwrap();
                     assert!(
                         !occupied.swap(true, Ordering::AcqRel),
-                        "two hold it at once"
+                        "two tasks hold the lock at once"
                     );
                     let before = count.load(Ordering::Acquire);
                     tokio::task::yield_now().await;
@@ -143,9 +143,9 @@ async fn under_load(
             .expect("a task hangs")
             .unwrap();
     }
-    over.store(true, Ordering::Release);
-    let times: u64 = troublemaker.join().unwrap();
-    assert!(times >= 3, "no trouble: {times} times");
+    stop.store(true, Ordering::Release);
+    let faults: u64 = fault_thread.join().unwrap();
+    assert!(faults >= 3, "only {faults} faults");
     let counted: u64 = locks
         .iter()
         .map(|(_, _, count)| count.load(Ordering::Acquire))

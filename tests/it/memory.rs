@@ -1,4 +1,4 @@
-//! What a client and its locks cost, in bytes that are allocated.
+//! Memory: how many bytes a client and its holds allocate, and that they are freed.
 
 #![expect(unsafe_code, reason = "an allocator that counts is an unsafe trait")]
 
@@ -13,7 +13,7 @@ use crate::support::server::{Server, unique, wait_until};
 
 const LIMIT: Duration = Duration::from_secs(20);
 
-/// The system's allocator, which counts.
+/// The system's allocator with a count of the allocated bytes.
 struct Counting;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
@@ -21,17 +21,17 @@ static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-// SAFETY: everything is passed on to the system's allocator, as it is.
+// SAFETY: every call is forwarded unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATED.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are the same.
+        // SAFETY: the caller upholds the same contract.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         ALLOCATED.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller's promises are the same.
+        // SAFETY: the caller upholds the same contract.
         unsafe { System.dealloc(memory, layout) }
     }
 }
@@ -69,7 +69,7 @@ async fn stops_growing(what: &str, limit: usize, mut work: impl AsyncFnMut()) {
     for _ in 0..ROUNDS {
         let before = ALLOCATED.load(Ordering::Relaxed);
         work().await;
-        // What has been released by the tasks of the client is deallocated a moment later.
+        // The client's tasks deallocate a moment after the release.
         for _ in 0..200 {
             if grown(before) < limit {
                 return;
@@ -111,12 +111,11 @@ fn refused_release_with_expired_lease_keeps_no_memory() {
     in_own_process("refused_release");
 }
 
-/// One client for a process is enough, but a program that has one for each of many servers should
-/// not feel it.
+/// One client for a process is enough, but a program may have one for each of many servers.
 async fn client() {
     const CLIENTS: usize = 20;
     let server = Server::start();
-    // What the first one allocates for all is not counted.
+    // The first client allocates what all of them share; that is not counted.
     let _first = LockClient::connect(&server.url()).await.unwrap();
     let before = ALLOCATED.load(Ordering::Relaxed);
     let mut clients = Vec::new();
@@ -127,9 +126,9 @@ async fn client() {
     assert!(each < 1 << 20, "a client costs {} KiB", each / 1024);
 }
 
-/// A hold that was forgotten waits for its unlock. Where no scope has its owner that unlock cannot
-/// come, and when its lease is over nothing may be left of it: a service would grow with each lock
-/// that it takes for a fixed time.
+/// A detached hold waits for its unlock. Without a scope of its owner no unlock can come, so the
+/// client must keep nothing of it after its lease has expired. Otherwise a service would grow with
+/// each lock that it acquires with a fixed lease and detaches.
 async fn detached_hold() {
     const HOLDS: usize = 1_000;
     let server = Server::start();
@@ -157,8 +156,8 @@ async fn detached_hold() {
     .await;
 }
 
-/// Under an owner for each task an unlock may still come, and is told; but not for ever: the tasks
-/// may have ended.
+/// With an owner for each task an unlock may still come, and it reports the loss. The client
+/// remembers a limited number of lost holds only, because the tasks may have ended.
 async fn lost_holds_of_tasks() {
     const REMEMBERED: usize = 1_000;
     let server = Server::start();
@@ -167,7 +166,7 @@ async fn lost_holds_of_tasks() {
         .connect(&server.url())
         .await
         .unwrap();
-    let forget = async |count: usize| {
+    let detach_all = async |count: usize| {
         for _ in 0..count {
             let lock = client.lock(unique("stock"));
             let locked = async move {
@@ -179,15 +178,13 @@ async fn lost_holds_of_tasks() {
             };
             tokio::spawn(locked).await.unwrap();
         }
-        wait_until("the server has forgotten them", LIMIT, || {
-            keys(&server) == 0
-        });
+        wait_until("the leases have expired", LIMIT, || keys(&server) == 0);
     };
     stops_growing("lost holds", 100 * REMEMBERED, async || {
-        forget(2 * REMEMBERED).await
+        detach_all(2 * REMEMBERED).await
     })
     .await;
-    // This very task is among the latest.
+    // The hold of this task is one of the latest.
     let lock = client.lock(unique("stock"));
     let _ = lock
         .lock()
@@ -195,13 +192,13 @@ async fn lost_holds_of_tasks() {
         .await
         .unwrap()
         .detach();
-    wait_until("its lease is over", LIMIT, || keys(&server) == 0);
+    wait_until("its lease has expired", LIMIT, || keys(&server) == 0);
     assert!(matches!(lock.unlock().await, Err(Error::Lost { .. })));
     assert!(matches!(lock.unlock().await, Err(Error::NotHeld { .. })));
 }
 
-/// The same where a task locks again before it ends: the hold that was lost first is remembered,
-/// too, and within the same limit.
+/// The same with tasks that lock again before they end: the client remembers the hold that was lost
+/// first, too, within the same limit.
 async fn lost_holds_of_relocking_tasks() {
     const TASKS: usize = 2_000;
     let server = Server::start();
@@ -210,7 +207,7 @@ async fn lost_holds_of_relocking_tasks() {
         .connect(&server.url())
         .await
         .unwrap();
-    let forget = async |count: usize| {
+    let detach_all = async |count: usize| {
         for _ in 0..count / 500 {
             let tasks = (0..500).map(|_| {
                 let lock = client.lock(unique("stock"));
@@ -220,7 +217,7 @@ async fn lost_holds_of_relocking_tasks() {
                     let lost = first.lost();
                     let _ = first.detach();
                     lost.await;
-                    // The server forgets it a margin later.
+                    // The key expires a margin later.
                     let _ = take().await.unwrap().detach();
                 })
             });
@@ -228,15 +225,13 @@ async fn lost_holds_of_relocking_tasks() {
                 task.unwrap();
             }
         }
-        wait_until("the server has forgotten them", LIMIT, || {
-            keys(&server) == 0
-        });
+        wait_until("the leases have expired", LIMIT, || keys(&server) == 0);
     };
-    stops_growing("lost holds", 100 * TASKS, async || forget(TASKS).await).await;
+    stops_growing("lost holds", 100 * TASKS, async || detach_all(TASKS).await).await;
 }
 
-/// What came of a release that was refused is not known, so its owner's entry stays: until the
-/// server can have nothing of it any more, whoever the owner is.
+/// The outcome of a refused release is unknown, so the client keeps the owner's entry until the
+/// lease on the server must have expired. This holds for every kind of owner.
 async fn refused_release() {
     const HOLDS: usize = 500;
     let server = Server::start();
@@ -268,7 +263,7 @@ async fn refused_release() {
             .arg(&["SETUSER", "default", "+evalsha", "+eval"])
             .exec(&mut redis)
             .unwrap();
-        wait_until("the leases are over", LIMIT, || keys(&server) == 0);
+        wait_until("the leases have expired", LIMIT, || keys(&server) == 0);
     };
     stops_growing("refused releases", 100 * HOLDS, async || {
         refuse(HOLDS).await

@@ -1,4 +1,4 @@
-//! Several processes and one lock.
+//! Several processes that share one lock, and one that is killed while it holds the lock.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use tokio::time::timeout;
 const LIMIT: Duration = Duration::from_secs(120);
 
 #[test]
-fn a_counter_that_eight_processes_raise_under_the_lock_is_exact() {
+fn counter_of_eight_processes_under_lock_is_exact() {
     const PROCESSES: usize = 8;
     const TOTAL: usize = 10_000;
     let server = Server::shared_or_start();
@@ -40,7 +40,7 @@ fn a_counter_that_eight_processes_raise_under_the_lock_is_exact() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_that_is_killed_frees_its_lock_within_its_lease() {
+async fn lock_of_killed_owner_is_free_within_its_lease() {
     const LEASE: Duration = Duration::from_millis(2_000);
     let server = Server::shared_or_start();
     let mut redis = server.connection();
@@ -56,7 +56,7 @@ async fn an_owner_that_is_killed_frees_its_lock_within_its_lease() {
     wait_until("the worker holds the lock", LIMIT, || {
         redis::cmd("EXISTS").arg(&counter).query(&mut redis) == Ok(1)
     });
-    // No re-check helps this waiter: it has to know when the lease is over.
+    // No re-check is due: the waiter has to wake when the lease expires.
     let client = LockClient::builder()
         .recheck_interval(10 * LIMIT)
         .connect(&server.url())
@@ -66,7 +66,7 @@ async fn an_owner_that_is_killed_frees_its_lock_within_its_lease() {
         let lock = client.lock(&lock);
         async move { lock.lock().await.unwrap() }
     });
-    wait_until("the waiter waits", LIMIT, || {
+    wait_until("the waiter has subscribed", LIMIT, || {
         let channel = format!("redisson_lock__channel:{{{lock}}}");
         redis::cmd("PUBSUB")
             .arg("NUMSUB")
@@ -74,15 +74,17 @@ async fn an_owner_that_is_killed_frees_its_lock_within_its_lease() {
             .query(&mut redis)
             == Ok((channel, 1))
     });
-    // Renewed, that is: alive beyond its first lease.
+    // A renewed lock is held beyond its first lease.
     let begun = Instant::now();
-    wait_until("its first lease is over", LIMIT, || begun.elapsed() > LEASE);
-    assert!(!waiter.is_finished(), "two hold it at once");
+    wait_until("the first lease has passed", LIMIT, || {
+        begun.elapsed() > LEASE
+    });
+    assert!(!waiter.is_finished(), "two owners hold the lock at once");
     let killed = Instant::now();
     owner.kill();
     let guard = timeout(LIMIT, waiter)
         .await
-        .expect("the waiter never got in")
+        .expect("the waiter did not acquire the lock")
         .unwrap();
     assert!(
         killed.elapsed() < LEASE + Duration::from_secs(5),
@@ -93,8 +95,8 @@ async fn an_owner_that_is_killed_frees_its_lock_within_its_lease() {
     redis::cmd("DEL").arg(&counter).exec(&mut redis).unwrap();
 }
 
-/// Raises a counter in two steps that only a lock keeps together, or holds the lock until it is
-/// killed.
+/// Increments a counter by a read and a write, which only the lock makes atomic, or holds the lock
+/// until it is killed.
 #[tokio::test]
 async fn worker_process() {
     let Some(role) = process::role() else { return };
