@@ -1,4 +1,5 @@
-//! The line of waiters of one lock in this process, when some of them go away or stand still.
+//! The wait queue of one lock in this process, with waiters that are cancelled, are not polled, or
+//! get no reply.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ fn ms(millis: u64) -> Duration {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn waiters_that_went_away_from_a_silent_server_leave_one_attempt_behind() {
+async fn waiters_cancelled_without_reply_leave_one_attempt() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -30,21 +31,21 @@ async fn waiters_that_went_away_from_a_silent_server_leave_one_attempt_behind() 
         assert!(timeout(ms(5), lock.lock()).await.is_err());
     }
     proxy.set(Way::Requests, Flow::Pass);
-    // The next one in line comes after all of them, and has an answer of its own.
+    // The next waiter comes after all of them, and its own attempt has a reply.
     assert!(matches!(
         lock.lock().timeout(ms(1)).await,
         Err(Error::AcquireTimeout { .. })
     ));
-    let asked = scripts(&mut redis) - before;
+    let sent = scripts(&mut redis) - before;
     assert!(
-        asked <= 4,
-        "{asked} scripts for one waiter and one that went away"
+        sent <= 4,
+        "{sent} scripts for one waiter and one cancelled attempt"
     );
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn behind_an_abandoned_attempt_nobody_is_told_that_others_hold_the_lock() {
+async fn waiter_behind_cancelled_attempt_gets_no_acquire_timeout() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
@@ -56,20 +57,20 @@ async fn behind_an_abandoned_attempt_nobody_is_told_that_others_hold_the_lock() 
     let lock = client.lock(unique("stock"));
     proxy.set(Way::Requests, Flow::Hold);
     assert!(timeout(ms(5), lock.lock()).await.is_err());
-    let told = lock.lock().timeout(ms(10)).await.unwrap_err();
-    let honest = matches!(
-        told,
+    let error = lock.lock().timeout(ms(10)).await.unwrap_err();
+    let expected = matches!(
+        error,
         Error::Timeout {
             step: Step::EarlierOperation,
             ..
         } | Error::Connection { .. }
             | Error::OutcomeUnknown { .. }
     );
-    assert!(honest, "{told:?}");
+    assert!(expected, "{error:?}");
     proxy.set(Way::Requests, Flow::Pass);
     timeout(LIMIT, lock.lock())
         .await
-        .expect("the line stands still")
+        .expect("the wait queue is blocked")
         .unwrap()
         .unlock()
         .await
@@ -77,7 +78,7 @@ async fn behind_an_abandoned_attempt_nobody_is_told_that_others_hold_the_lock() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_waiter_that_is_not_polled_while_it_sleeps_gives_way() {
+async fn unpolled_sleeping_waiter_gives_up_its_place() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -87,20 +88,20 @@ async fn a_waiter_that_is_not_polled_while_it_sleeps_gives_way() {
         .unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
-    let mut parked = [lock.lock().into_future()];
-    poll_to_sleep(&mut redis, &lock.name(), &mut parked).await;
-    let [parked] = parked;
+    let mut unpolled = [lock.lock().into_future()];
+    poll_to_sleep(&mut redis, &lock.name(), &mut unpolled).await;
+    let [unpolled] = unpolled;
     guard.unlock().await.unwrap();
-    // From here on nobody polls `parked`.
+    // From here on `unpolled` is not polled.
     let guard = timeout(LIMIT, lock.lock())
         .await
-        .expect("a waiter that stands still blocks the line")
+        .expect("an unpolled waiter blocks the wait queue")
         .unwrap();
     guard.unlock().await.unwrap();
-    // It has lost its place, not its turn.
-    timeout(LIMIT, parked)
+    // The waiter has lost its place in the queue, but it still acquires the lock.
+    timeout(LIMIT, unpolled)
         .await
-        .expect("it never got in")
+        .expect("the waiter did not acquire the lock")
         .unwrap()
         .unlock()
         .await
@@ -108,7 +109,7 @@ async fn a_waiter_that_is_not_polled_while_it_sleeps_gives_way() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_waiter_that_is_not_polled_while_it_asks_gives_way() {
+async fn unpolled_attempting_waiter_gives_up_its_place() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -120,30 +121,29 @@ async fn a_waiter_that_is_not_polled_while_it_asks_gives_way() {
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
     let before = scripts(&mut redis);
-    let mut parked = Box::pin(lock.lock().into_future());
-    assert!((&mut parked).now_or_never().is_none());
-    wait_until("its question was answered", LIMIT, || {
+    let mut unpolled = Box::pin(lock.lock().into_future());
+    assert!((&mut unpolled).now_or_never().is_none());
+    wait_until("the attempt was answered", LIMIT, || {
         scripts(&mut redis) > before
     });
     guard.unlock().await.unwrap();
     let guard = timeout(LIMIT, lock.lock())
         .await
-        .expect("a waiter that stands still blocks the line")
+        .expect("an unpolled waiter blocks the wait queue")
         .unwrap();
     guard.unlock().await.unwrap();
-    timeout(LIMIT, parked)
+    timeout(LIMIT, unpolled)
         .await
-        .expect("it never got in")
+        .expect("the waiter did not acquire the lock")
         .unwrap()
         .unlock()
         .await
         .unwrap();
 }
 
-/// The question in front of the line has no answer, so nothing is known: "others hold it" would be
-/// made up.
+/// The attempt at the head has no reply, so it is unknown whether another owner holds the lock.
 #[tokio::test(flavor = "multi_thread")]
-async fn behind_a_question_without_an_answer_nobody_is_told_that_others_hold_the_lock() {
+async fn waiter_behind_pending_attempt_gets_no_acquire_timeout() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -159,25 +159,25 @@ async fn behind_a_question_without_an_answer_nobody_is_told_that_others_hold_the
     let mut second = lock.lock().into_future();
     assert!(futures::poll!(&mut second).is_pending());
     let second = tokio::spawn(second);
-    let told = lock.lock().timeout(ms(50)).await;
+    let locked = lock.lock().timeout(ms(50)).await;
     let tried = lock.try_lock_for(ms(50)).await;
     assert_eq!(
         redis::cmd("EXISTS").arg(lock.name()).query(&mut redis),
         Ok(0),
-        "the test's own condition"
+        "the setup of the test failed: the lock is held"
     );
     second.abort();
     assert!(
-        !matches!(told, Err(Error::AcquireTimeout { .. })),
-        "{told:?}"
+        !matches!(locked, Err(Error::AcquireTimeout { .. })),
+        "{locked:?}"
     );
     assert!(!matches!(tried, Ok(None)), "{tried:?}");
 }
 
-/// Outside any scope each acquisition has an owner of its own, which has done nothing before:
-/// whoever looked for its earlier operation would not find one.
+/// Outside any scope each request has an owner of its own, which has no earlier operation: an error
+/// that names one would be wrong.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_timeout_behind_another_owners_attempt_does_not_blame_the_same_owner() {
+async fn timeout_behind_other_owner_does_not_name_same_owner() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
@@ -187,27 +187,26 @@ async fn a_timeout_behind_another_owners_attempt_does_not_blame_the_same_owner()
         .await
         .unwrap();
     let lock = client.lock(unique("stock"));
-    // An adopted owner asks twice, so that its attempt takes 800 ms.
+    // The attempt of an owner with a given thread id sends two calls, so it takes 800 ms.
     proxy.set(Way::Requests, Flow::Delay(ms(400)));
-    let adopted = Owner::from_thread_id(7).unwrap();
+    let thread_id_owner = Owner::from_thread_id(7).unwrap();
     assert!(
-        timeout(ms(5), lock.lock().with_owner(adopted))
+        timeout(ms(5), lock.lock().with_owner(thread_id_owner))
             .await
             .is_err()
     );
-    let told = lock.lock().timeout(ms(10)).await.unwrap_err();
+    let error = lock.lock().timeout(ms(10)).await.unwrap_err();
     assert!(
-        matches!(told, Error::Timeout { .. }),
-        "the test's own condition: {told:?}"
+        matches!(error, Error::Timeout { .. }),
+        "the setup of the test failed: {error:?}"
     );
-    assert!(!told.to_string().contains("same owner"), "{told}");
+    assert!(!error.to_string().contains("same owner"), "{error}");
 }
 
-/// The server is gone, and the first in line hears of it after the retry timeout. If each of the
-/// others had to find that out for itself, one after the other, the last would wait for many retry
-/// timeouts.
+/// The head fails after the retry timeout. If the other waiters tried one after the other, each
+/// for the retry timeout, the last one would wait for many retry timeouts.
 #[tokio::test(flavor = "multi_thread")]
-async fn all_in_line_hear_of_a_dead_server_after_the_retry_timeout() {
+async fn dead_server_fails_all_waiters_after_retry_timeout() {
     const WAITERS: u32 = 40;
     let retry_timeout = ms(500);
     let mut server = Server::start();
@@ -233,15 +232,15 @@ async fn all_in_line_hear_of_a_dead_server_after_the_retry_timeout() {
     let last = begun.elapsed();
     assert!(
         last < retry_timeout * WAITERS / 4,
-        "the last one heard after {last:?}"
+        "the last waiter failed after {last:?}"
     );
 }
 
-/// The channels of all waiters are subscribed anew after an outage. If every failed subscription
-/// during the outage asked for all of them again, the server would meet many times as many
-/// questions as ever, at the moment it is back.
+/// The client subscribes to the channels of all waiters again after an outage. If every
+/// subscription that failed during the outage made all waiters try again, the server would receive
+/// many times the usual number of attempts right after its start.
 #[tokio::test(flavor = "multi_thread")]
-async fn after_an_outage_the_waiters_do_not_storm() {
+async fn waiters_after_outage_send_few_attempts() {
     const LOCKS: usize = 200;
     let second = ms(1_000);
     let mut server = Server::builder().persistent().start();
@@ -266,7 +265,9 @@ async fn after_an_outage_the_waiters_do_not_storm() {
         .iter()
         .map(|name| tokio::spawn(client.lock(name).lock().into_future()))
         .collect();
-    wait_until("they wait", LIMIT, || channels(&mut redis) == LOCKS);
+    wait_until("every waiter has subscribed", LIMIT, || {
+        channels(&mut redis) == LOCKS
+    });
     let before = scripts(&mut redis);
     tokio::time::sleep(2 * second).await;
     let usual = (scripts(&mut redis) - before) / 2;
@@ -283,18 +284,18 @@ async fn after_an_outage_the_waiters_do_not_storm() {
     }
     assert!(waiters.iter().all(|waiter| !waiter.is_finished()));
     waiters.iter().for_each(|waiter| waiter.abort());
-    // Twice or three times as many are usual: each waiter asks when the connection is new, and when
-    // it is subscribed.
+    // Two or three times the usual number is expected: each waiter tries when the connection is
+    // new, and again when it has subscribed.
     assert!(
         most < 6 * usual,
-        "{most} questions in a second, usually {usual}"
+        "{most} attempts in a second, usually {usual}"
     );
 }
 
-/// The one before has a lease of its own and overruns it: nobody unlocks, and no message comes when
-/// the key is gone.
+/// The previous waiter acquires the lock with a fixed lease and does not release it: no message is
+/// published when the key expires.
 #[tokio::test(flavor = "multi_thread")]
-async fn the_next_in_line_sleeps_no_longer_than_the_lease_of_the_one_before() {
+async fn next_waiter_wakes_when_lease_of_previous_expires() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -306,28 +307,30 @@ async fn the_next_in_line_sleeps_no_longer_than_the_lease_of_the_one_before() {
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
     let guard = other.lock(&name).lock().await.unwrap();
-    let before = tokio::spawn(lock.lock().lease(ms(500)).into_future());
-    wait_until("it waits", LIMIT, || subscribers(&mut redis, &name) == 1);
+    let previous = tokio::spawn(lock.lock().lease(ms(500)).into_future());
+    wait_until("the waiter has subscribed", LIMIT, || {
+        subscribers(&mut redis, &name) == 1
+    });
     let mut next = lock.lock().into_future();
     assert!(futures::poll!(&mut next).is_pending());
     let next = tokio::spawn(next);
     guard.unlock().await.unwrap();
-    let before = before.await.unwrap().unwrap();
+    let previous = previous.await.unwrap().unwrap();
     let began = Instant::now();
-    let got = timeout(ms(4_000), next).await;
+    let acquired = timeout(ms(4_000), next).await;
     let locked = lock.is_locked().await.unwrap();
-    drop(before);
-    let slept = began.elapsed();
+    drop(previous);
+    let waited = began.elapsed();
     assert!(
-        got.is_ok(),
-        "{slept:?} after a lease of 500 ms began the waiter still sleeps; locked: {locked}"
+        acquired.is_ok(),
+        "the waiter still sleeps {waited:?} after a lease of 500 ms began; locked: {locked}"
     );
 }
 
-/// An owner's re-entry is kept and not polled, and its guard is dropped: nobody has the lock, and a
-/// renewal for the sake of the re-entry would keep all others out for ever.
+/// An owner's re-entry is kept and not polled, and its guard is dropped: a client that renewed the
+/// lock for the re-entry would block all other owners without end.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dropped_guard_is_not_renewed_for_ever_behind_a_reentry_that_is_not_polled() {
+async fn dropped_guard_with_unpolled_reentry_is_not_renewed() {
     let server = Server::start();
     let client = LockClient::builder()
         .watchdog_timeout(ms(900))
@@ -339,27 +342,27 @@ async fn a_dropped_guard_is_not_renewed_for_ever_behind_a_reentry_that_is_not_po
     let lock = client.lock(unique("stock"));
     let owner = Owner::new();
     let guard = lock.lock().with_owner(owner).await.unwrap();
-    let parked = loop {
+    let unpolled = loop {
         let mut reentry = Box::pin(lock.lock().with_owner(owner));
-        // On a busy machine everything may be done by the end of one poll.
+        // On a busy machine the reply may arrive within the one poll.
         if (&mut reentry).now_or_never().is_none() {
             break reentry;
         }
     };
     drop(guard);
-    let rival = LockClient::connect(&server.url()).await.unwrap();
-    let got = timeout(LIMIT, rival.lock(lock.name()).lock()).await;
+    let other = LockClient::connect(&server.url()).await.unwrap();
+    let acquired = timeout(LIMIT, other.lock(lock.name()).lock()).await;
     assert!(
-        got.is_ok(),
-        "still taken after {LIMIT:?}, with a lease of 0.9 s and no guard"
+        acquired.is_ok(),
+        "the lock is still held after {LIMIT:?}, with a lease of 0.9 s and no guard"
     );
-    drop(parked);
+    drop(unpolled);
 }
 
-/// Ten that are not polled stand in front of one that is. If each of them cost it two intervals,
-/// that were ten seconds.
+/// Ten unpolled waiters are ahead of a polled one. If each of them delayed it by two re-check
+/// intervals, it would wait for ten seconds.
 #[tokio::test(flavor = "multi_thread")]
-async fn many_that_are_not_polled_give_way_within_two_intervals() {
+async fn ten_unpolled_waiters_give_way_within_two_intervals() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -371,26 +374,26 @@ async fn many_that_are_not_polled_give_way_within_two_intervals() {
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
     let guard = other.lock(&name).lock().await.unwrap();
-    let mut parked: Vec<_> = (0..10).map(|_| lock.lock().into_future()).collect();
-    poll_to_sleep(&mut redis, &name, &mut parked).await;
+    let mut unpolled: Vec<_> = (0..10).map(|_| lock.lock().into_future()).collect();
+    poll_to_sleep(&mut redis, &name, &mut unpolled).await;
     guard.unlock().await.unwrap();
     let began = Instant::now();
-    let got = timeout(LIMIT, lock.lock())
+    let acquired = timeout(LIMIT, lock.lock())
         .await
-        .expect("nobody gets in")
+        .expect("the waiter did not acquire the lock")
         .unwrap();
     let free = began.elapsed();
     assert!(
         free < ms(2_000),
         "the lock was free for {free:?}; two intervals are 1 s"
     );
-    got.unlock().await.unwrap();
+    acquired.unlock().await.unwrap();
 }
 
-/// Many that are not polled are in front, at different stages. Each newcomer passes them once, not
-/// again and again.
+/// Many unpolled waiters are ahead, at different stages. Only the first newcomer has to wait until
+/// they have given way.
 #[tokio::test(flavor = "multi_thread")]
-async fn waiters_that_are_not_polled_have_given_way_after_two_intervals() {
+async fn unpolled_waiters_delay_only_the_first_newcomer() {
     let server = Server::start();
     let client = LockClient::builder()
         .recheck_interval(ms(100))
@@ -400,12 +403,12 @@ async fn waiters_that_are_not_polled_have_given_way_after_two_intervals() {
         .unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
-    let mut parked: Vec<_> = (0..30)
+    let mut unpolled: Vec<_> = (0..30)
         .map(|_| Box::pin(lock.lock().into_future()))
         .collect();
-    for one in &mut parked {
+    for waiter in &mut unpolled {
         for _ in 0..3 {
-            assert!(one.now_or_never().is_none());
+            assert!(waiter.now_or_never().is_none());
             tokio::time::sleep(ms(5)).await;
         }
     }
@@ -415,7 +418,7 @@ async fn waiters_that_are_not_polled_have_given_way_after_two_intervals() {
         let begun = Instant::now();
         timeout(LIMIT, tokio::spawn(lock.lock().into_future()))
             .await
-            .expect("nobody gets in")
+            .expect("the waiter did not acquire the lock")
             .unwrap()
             .unwrap()
             .unlock()
@@ -423,9 +426,9 @@ async fn waiters_that_are_not_polled_have_given_way_after_two_intervals() {
             .unwrap();
         took.push(begun.elapsed());
     }
-    // The first one has waited until they gave way.
+    // The first newcomer waited until they gave way.
     assert!(
         took[1..].iter().all(|took| *took < ms(1_000)),
-        "the lock is free, and each one waits: {took:?}"
+        "the lock is free, but each newcomer waits: {took:?}"
     );
 }

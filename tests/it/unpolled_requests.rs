@@ -1,8 +1,8 @@
-//! Futures that are polled once, kept, and not polled any more: a `select!` that is busy with
-//! another branch does that. What they have begun is finished without them, and nobody waits for
+//! Requests that are polled once, kept, and not polled any more, as by a `select!` that is busy
+//! with another branch: the background finishes what they began, and no other operation waits for
 //! them.
 //!
-//! On one thread, so that no answer can come within the one poll.
+//! The tests run on one thread, so that no reply can arrive within the one poll.
 
 use std::time::{Duration, Instant};
 
@@ -28,7 +28,7 @@ async fn locked_by(lock: &ReentrantLock, owner: Owner) -> LockGuard {
 }
 
 #[tokio::test]
-async fn an_unlock_does_not_wait_for_a_parked_reentry() {
+async fn unlock_does_not_wait_for_unpolled_reentry() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -39,15 +39,15 @@ async fn an_unlock_does_not_wait_for_a_parked_reentry() {
     let lock = client.lock(unique("stock"));
     let owner = Owner::new();
     let guard = locked_by(&lock, owner).await;
-    let parked = park(lock.lock().with_owner(owner));
-    guard.unlock().await.expect("the server is well");
-    // What the re-entry was granted is given back, because nobody comes for it.
+    let unpolled = park(lock.lock().with_owner(owner));
+    guard.unlock().await.expect("the server replies");
+    // The background releases the hold that the re-entry was granted.
     let name = lock.name().to_owned();
     until("the lock is free", || !exists(&mut redis, &name)).await;
-    // It asks again when it is polled again.
-    let late = timeout(LIMIT, parked)
+    // The request asks again when it is polled again.
+    let late = timeout(LIMIT, unpolled)
         .await
-        .expect("it was forgotten")
+        .expect("the request hangs")
         .unwrap();
     assert_eq!(
         owner_counts(&mut redis, &name)
@@ -60,7 +60,7 @@ async fn an_unlock_does_not_wait_for_a_parked_reentry() {
 }
 
 #[tokio::test]
-async fn a_shutdown_does_not_wait_for_a_parked_reentry() {
+async fn shutdown_does_not_wait_for_unpolled_reentry() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -72,21 +72,21 @@ async fn a_shutdown_does_not_wait_for_a_parked_reentry() {
     let lock = client.lock(unique("stock"));
     let owner = Owner::new();
     let guard = locked_by(&lock, owner).await;
-    let parked = park(lock.lock().with_owner(owner));
+    let unpolled = park(lock.lock().with_owner(owner));
     drop(guard);
     let began = Instant::now();
-    client.shutdown().await.expect("the server is well");
+    client.shutdown().await.expect("the server replies");
     assert!(began.elapsed() < ms(10_000), "{:?}", began.elapsed());
     assert!(!exists(&mut redis, &lock.name()));
-    let told = timeout(LIMIT, parked).await.expect("it was forgotten");
+    let result = timeout(LIMIT, unpolled).await.expect("the request hangs");
     assert!(
-        matches!(told, Err(Error::Closed | Error::Lost { .. })),
-        "{told:?}"
+        matches!(result, Err(Error::Closed | Error::Lost { .. })),
+        "{result:?}"
     );
 }
 
 #[tokio::test]
-async fn a_lock_that_a_parked_request_was_granted_is_given_back() {
+async fn grant_to_unpolled_request_is_released() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -96,32 +96,32 @@ async fn a_lock_that_a_parked_request_was_granted_is_given_back() {
         .unwrap();
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
-    let mut parked = park(lock.lock());
-    until("it was granted", || exists(&mut redis, &name)).await;
-    // Well before its lease of 30 s is over, and without anybody in this process who waits.
+    let mut unpolled = park(lock.lock());
+    until("the request was granted", || exists(&mut redis, &name)).await;
+    // Well before the lease of 30 s expires, and without another waiter in this process.
     let other = LockClient::connect(&server.url()).await.unwrap();
     let began = Instant::now();
     let guard = timeout(LIMIT, other.lock(&name).lock())
         .await
-        .expect("a parked request kept the lock")
+        .expect("an unpolled request kept the lock")
         .unwrap();
     assert!(began.elapsed() < ms(10_000), "{:?}", began.elapsed());
-    assert!((&mut parked).now_or_never().is_none());
+    assert!((&mut unpolled).now_or_never().is_none());
     guard.unlock().await.unwrap();
-    timeout(LIMIT, parked)
+    timeout(LIMIT, unpolled)
         .await
-        .expect("it was forgotten")
+        .expect("the request hangs")
         .unwrap()
         .unlock()
         .await
         .unwrap();
 }
 
-/// Its wait time is over, but nobody else has the lock. What was granted and given back is asked
-/// for past the line: a place in it would not be served before the next re-check, which is long
-/// after the wait time.
+/// The timeout of the request has passed, but the lock has no other owner. After its grant was
+/// released the request asks again without a place in the wait queue: with a place it would wait
+/// for the next re-check, long after its timeout.
 #[tokio::test]
-async fn a_parked_request_is_not_told_of_others_that_are_not_there() {
+async fn unpolled_try_lock_on_free_lock_acquires_when_polled() {
     let server = Server::start();
     let mut redis = server.connection();
     let builder = LockClient::builder()
@@ -131,19 +131,23 @@ async fn a_parked_request_is_not_told_of_others_that_are_not_there() {
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
     for wait in [Duration::ZERO, ms(100)] {
-        let parked = park(lock.try_lock_for(wait));
-        until("it was granted", || exists(&mut redis, &name)).await;
-        until("it was given back", || !exists(&mut redis, &name)).await;
-        let told = timeout(LIMIT, parked)
+        let unpolled = park(lock.try_lock_for(wait));
+        until("the request was granted", || exists(&mut redis, &name)).await;
+        until("the grant was released", || !exists(&mut redis, &name)).await;
+        let result = timeout(LIMIT, unpolled)
             .await
-            .expect("it was forgotten")
+            .expect("the request hangs")
             .unwrap();
-        told.expect("nobody has the lock").unlock().await.unwrap();
+        result
+            .expect("the lock has no owner")
+            .unlock()
+            .await
+            .unwrap();
     }
 }
 
 #[tokio::test]
-async fn a_parked_request_that_is_dropped_leaves_nothing() {
+async fn dropped_unpolled_request_leaves_no_key() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -154,18 +158,19 @@ async fn a_parked_request_that_is_dropped_leaves_nothing() {
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
     for wait in [0, 150, 300, 450, 600, 1200] {
-        let parked = park(lock.lock());
-        until("it was granted", || exists(&mut redis, &name)).await;
-        // Dropped at different stages: before it is taken over, and before and after it is undone.
+        let unpolled = park(lock.lock());
+        until("the request was granted", || exists(&mut redis, &name)).await;
+        // Dropped at different stages: before the background takes the request over, and before
+        // and after it releases the grant.
         sleep(ms(wait)).await;
-        drop(parked);
+        drop(unpolled);
         until("the lock is free", || !exists(&mut redis, &name)).await;
     }
     client.shutdown().await.unwrap();
 }
 
 #[tokio::test]
-async fn a_parked_unlock_holds_nobody_up() {
+async fn unpolled_unlock_blocks_no_other_operation() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -181,11 +186,11 @@ async fn a_parked_unlock_holds_nobody_up() {
         locked_by(&lock, owner).await,
     ];
     let [first, second, third] = guards;
-    let parked = park(first.unlock());
-    second.unlock().await.expect("the server is well");
+    let unpolled = park(first.unlock());
+    second.unlock().await.expect("the server replies");
     let again = timeout(LIMIT, locked_by(&lock, owner))
         .await
-        .expect("it waits for an unlock that nobody polls");
+        .expect("the acquire waits for an unpolled unlock");
     let name = lock.name().to_owned();
     assert_eq!(
         owner_counts(&mut redis, &name)
@@ -193,15 +198,15 @@ async fn a_parked_unlock_holds_nobody_up() {
             .collect::<Vec<_>>(),
         [2]
     );
-    // However late it is asked, it tells what came of it.
-    parked.await.unwrap();
+    // The unlock returns its outcome whenever it is polled.
+    unpolled.await.unwrap();
     again.unlock().await.unwrap();
     third.unlock().await.unwrap();
     assert!(!exists(&mut redis, &name));
 }
 
 #[tokio::test]
-async fn a_parked_force_unlock_holds_nobody_up() {
+async fn unpolled_force_unlock_blocks_no_other_operation() {
     let server = Server::start();
     let client = LockClient::builder()
         .retry_timeout(ms(3000))
@@ -212,26 +217,26 @@ async fn a_parked_force_unlock_holds_nobody_up() {
     let owner = Owner::new();
     let guard = locked_by(&lock, owner).await;
     let mut forced = Box::pin(lock.force_unlock());
-    // Polled until it has its owner's turn, which it takes when it tells the loss, and no longer.
+    // Polled only until it reports the loss: from then on the owner's operations are serialized
+    // behind it.
     let lost = guard.lost();
     tokio::select! {
         biased;
         _ = lost => {}
-        _ = &mut forced => panic!("it was done at once"),
+        _ = &mut forced => panic!("the force unlock did not wait for a reply"),
     }
     assert!(matches!(guard.unlock().await, Err(Error::Lost { .. })));
     let again = timeout(LIMIT, locked_by(&lock, owner))
         .await
-        .expect("it waits for a force unlock that nobody polls");
+        .expect("the acquire waits for an unpolled force unlock");
     assert!(forced.await.unwrap());
-    assert!(!again.is_lost(), "its possession is a later one");
+    assert!(!again.is_lost(), "its tenure began after the force unlock");
     again.unlock().await.unwrap();
 }
 
-/// Slow is not parked: an operation that takes long because of the network is neither undone nor
-/// done twice.
+/// A polled operation that takes long because of the network is neither released nor repeated.
 #[tokio::test]
-async fn what_is_slow_and_polled_is_not_undone() {
+async fn slow_polled_reentry_runs_once_and_is_kept() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
