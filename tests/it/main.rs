@@ -4,6 +4,7 @@
 mod support;
 
 mod acl;
+mod adverse_conditions;
 mod arbitrary_input;
 mod auto_traits;
 mod cancellation;
@@ -18,7 +19,6 @@ mod errors;
 mod force_unlock;
 mod force_unlock_same_client;
 mod guard;
-mod hazards;
 mod input;
 mod lease;
 mod load;

@@ -1,4 +1,4 @@
-//! What the server refuses, and what is left of it.
+//! Scripts that the server refuses: which error the caller gets, and what the client repeats.
 
 use std::future::ready;
 use std::time::Duration;
@@ -9,14 +9,14 @@ use crate::support::server::{Server, unique, wait_until, wait_until_async};
 use redisson_lock::{Error, LockClient, Owner, OwnerExt};
 use tokio::time::sleep;
 
-/// Far less than the leases that are left alone.
+/// Far shorter than the leases that no test waits for.
 const SOON: Duration = Duration::from_secs(10);
 
 fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// Changes what the user may do.
+/// Changes the permissions of the user.
 fn acl(redis: &mut redis::Connection, rules: &[&str]) {
     redis::cmd("ACL")
         .arg("SETUSER")
@@ -26,32 +26,33 @@ fn acl(redis: &mut redis::Connection, rules: &[&str]) {
         .unwrap();
 }
 
-/// The URL for a user with these keys, who may do all else.
+/// The URL for a user that may run every command on these keys only.
 fn url_of_user(redis: &mut redis::Connection, url: &str, keys: &str) -> String {
     acl(redis, &["on", ">secret", keys, "&*", "+@all"]);
     url.replace("redis://", "redis://app:secret@")
 }
 
-/// An error reply for another call, and the reply to a third, come right behind an acquire whose
-/// own reply is lost, and before the PING that is to show whose the error was. The client's runtime
-/// has one thread, which stands still until both are there; the proxy has a runtime of its own.
+/// The reply to an acquire is lost. The error reply to a second call and the reply to a third one
+/// follow, before the reply to the PING that shows to which call the error belongs. The client's
+/// runtime has one thread, which sleeps until both replies have arrived; the proxy has a runtime of
+/// its own.
 #[test]
-fn an_error_of_another_call_is_not_proved_by_the_reply_to_a_third() {
+fn error_of_other_call_is_not_confirmed_by_later_reply() {
     let server = Server::start();
     let mut redis = server.connection();
-    let outside = tokio::runtime::Builder::new_multi_thread()
+    let proxy_runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
         .build()
         .unwrap();
-    let proxy = outside.block_on(Proxy::start(&server));
+    let proxy = proxy_runtime.block_on(Proxy::start(&server));
     let url = url_of_user(&mut redis, &proxy.url(), "~app:*");
-    let inside = tokio::runtime::Builder::new_current_thread()
+    let client_runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .unwrap();
     let name = unique("app:stock");
-    let told = inside.block_on(async {
+    let result = client_runtime.block_on(async {
         let client = LockClient::builder()
             .command_timeout(ms(3_000))
             .connect(&url)
@@ -64,18 +65,21 @@ fn an_error_of_another_call_is_not_proved_by_the_reply_to_a_third() {
                 .await
                 .map(|g| g.map(|g| g.detach()).is_some())
         });
-        wait_until_async("its reply is lost", SOON, || async { proxy.applied() == 1 }).await;
+        wait_until_async("the reply to the acquire is lost", SOON, || async {
+            proxy.applied() == 1
+        })
+        .await;
         assert!(exists(&mut redis, &name));
         proxy.set(Way::Replies, Flow::Hold);
         let lock = client.lock(unique("stock"));
         let refused = tokio::spawn(async move { lock.try_lock().await.map(drop) });
-        wait_until_async("it is refused", SOON, || {
+        wait_until_async("the second call is refused", SOON, || {
             ready(info(&mut redis, "errorstats", "errorstat_NOPERM:", "count=") == 1)
         })
         .await;
-        // The refusal waits in the proxy. Let go, it reaches the acquire, which sends its PING; the
-        // third call comes behind that. Both are held in the proxy, where nobody sees them, so time
-        // has to do.
+        // The proxy holds the refusal. When it passes it, the acquire sends its PING, and the third
+        // call follows. The proxy holds both requests, where the test cannot see them, so it sleeps
+        // instead of waiting for a condition.
         proxy.set(Way::Requests, Flow::Hold);
         proxy.set(Way::Replies, Flow::Pass);
         sleep(ms(50)).await;
@@ -83,21 +87,21 @@ fn an_error_of_another_call_is_not_proved_by_the_reply_to_a_third() {
         let third = tokio::spawn(async move { lock.try_lock().await.map(drop) });
         sleep(ms(20)).await;
         proxy.set(Way::Requests, Flow::Pass);
-        // On purpose the client reads nothing until both replies are there.
+        // Blocks the runtime, so that the client reads nothing until both replies have arrived.
         std::thread::sleep(ms(100));
-        let told = acquire.await.unwrap();
+        let result = acquire.await.unwrap();
         let _ = (refused.await, third.await);
-        told
+        result
     });
     assert!(
-        !matches!(told, Err(Error::Server { .. })),
-        "the acquire ran, and its caller is told {told:?}; the server has {:?}",
+        !matches!(result, Err(Error::Server { .. })),
+        "the acquire ran, and it returned {result:?}; the server has {:?}",
         owner_counts(&mut redis, &name)
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_stands_behind_a_refused_waiter_is_not_told_that_the_server_is_silent() {
+async fn waiters_behind_refused_one_get_no_connection_error() {
     const WAITERS: usize = 120;
     let server = Server::builder().arg("--lua-time-limit", "50").start();
     let mut redis = server.connection();
@@ -124,27 +128,27 @@ async fn who_stands_behind_a_refused_waiter_is_not_told_that_the_server_is_silen
     let waiters: Vec<_> = (0..WAITERS)
         .map(|_| tokio::spawn(lock.lock().into_future()))
         .collect();
-    let mut told = Vec::new();
+    let mut results = Vec::new();
     for waiter in waiters {
-        told.push(waiter.await.unwrap().map(drop));
+        results.push(waiter.await.unwrap().map(drop));
     }
     redis::cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
     assert!(script.join().unwrap().to_string().contains("killed"));
-    let wrong: Vec<_> = told
+    let wrong: Vec<_> = results
         .iter()
-        .filter(|told| matches!(told, Err(Error::Connection { .. })))
+        .filter(|result| matches!(result, Err(Error::Connection { .. })))
         .collect();
     assert!(
         wrong.is_empty(),
-        "the server said BUSY to every question; {} of {WAITERS} were told {:?}, the first one {:?}",
+        "the server replied BUSY to every call; {} of {WAITERS} got {:?}, the first one {:?}",
         wrong.len(),
         wrong[0],
-        told[0]
+        results[0]
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn refused_renewals_are_no_storm() {
+async fn refused_renewals_are_repeated_with_backoff() {
     const LOCKS: u64 = 500;
     let server = Server::start();
     let mut redis = server.connection();
@@ -172,7 +176,7 @@ async fn refused_renewals_are_no_storm() {
         )
     };
     let before = count();
-    // Storms are counted over a time: two of the three renewals in a lease.
+    // In 5 s each lease of 6 s is due for two renewals.
     sleep(ms(5_000)).await;
     let after = count();
     let (refused, all) = (after.0 - before.0, after.1 - before.1);
@@ -184,12 +188,12 @@ async fn refused_renewals_are_no_storm() {
 }
 
 #[tokio::test]
-async fn after_a_refused_unlock_one_unlock_frees() {
+async fn one_unlock_after_refused_unlock_frees_lock() {
     one_unlock_frees_after_a_refused(Release::Unlock).await;
 }
 
 #[tokio::test]
-async fn after_a_refused_force_unlock_one_unlock_frees() {
+async fn one_unlock_after_refused_force_unlock_frees_lock() {
     one_unlock_frees_after_a_refused(Release::ForceUnlock).await;
 }
 
@@ -198,7 +202,8 @@ enum Release {
     ForceUnlock,
 }
 
-/// An adopted owner, whose count is asked for, locks again after a release that the server refused.
+/// An owner with a given thread id, whose count the client reads, locks again after a release that
+/// the server refused.
 async fn one_unlock_frees_after_a_refused(release: Release) {
     let server = Server::start();
     let mut redis = server.connection();
@@ -222,18 +227,15 @@ async fn one_unlock_frees_after_a_refused(release: Release) {
     }
     .with_owner(Owner::from_thread_id(7).unwrap())
     .await;
-    wait_until_async(
-        "no guard is left, and nothing on the server",
-        ms(1_000),
-        || ready(!exists(&mut redis, &name)),
-    )
+    wait_until_async("no key is left after the last unlock", ms(1_000), || {
+        ready(!exists(&mut redis, &name))
+    })
     .await;
 }
 
-/// The server has answered each time: who reads the error is not to look for a fault of the
-/// network.
+/// The server answered each time, so the error must name its refusal, not a fault of the network.
 #[tokio::test]
-async fn an_unlock_that_is_refused_for_long_is_not_told_as_unanswered() {
+async fn unlock_refused_until_timeout_reports_server_error() {
     let server = Server::start();
     let builder = LockClient::builder().command_timeout(Duration::from_millis(500));
     let client = builder
@@ -258,6 +260,6 @@ async fn an_unlock_that_is_refused_for_long_is_not_told_as_unanswered() {
     assert!(acquire.contains("NOREPLICAS"), "{acquire}");
     assert!(
         unlock.contains("NOREPLICAS"),
-        "the acquire says: {acquire}; the unlock: {unlock}"
+        "the acquire reports {acquire}; the unlock reports {unlock}"
     );
 }

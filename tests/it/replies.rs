@@ -1,5 +1,5 @@
-//! Replies that are lost, break off or reach another call, and connections that are lost in
-//! between: never a wrong hold.
+//! Replies that are lost, truncated or delivered to another call, and connections that are lost
+//! between two calls: the hold counts stay exact.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -11,21 +11,21 @@ use redis::{Connection, cmd};
 use redisson_lock::{ClientId, Error, LockClient, LockClientBuilder, Owner, OwnerExt};
 use tokio::time::timeout;
 
-/// Far more than any step takes, far less than the leases in these tests.
+/// Far longer than any step takes, far shorter than the leases in these tests.
 const SOON: Duration = Duration::from_secs(10);
 
 fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// Settings by which a lost reply is noticed soon, and nothing runs out during a test.
+/// Settings by which a lost reply is noticed soon, and no lease expires during a test.
 fn quick() -> LockClientBuilder {
     LockClient::builder()
         .watchdog_timeout(ms(60_000))
         .command_timeout(ms(300))
 }
 
-/// The hold count of whoever holds the lock, 0 if nobody does.
+/// The hold count of the lock's owner, 0 if the lock has none.
 fn count(redis: &mut Connection, lock: &str) -> i64 {
     let fields = owner_counts(redis, lock);
     assert!(fields.len() < 2, "two owners: {fields:?}");
@@ -33,7 +33,7 @@ fn count(redis: &mut Connection, lock: &str) -> i64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lost_reply_to_an_acquire_leaves_one_hold() {
+async fn acquire_with_lost_reply_leaves_one_hold() {
     for fate in [Fate::Swallow, Fate::Close] {
         let server = Server::start();
         let mut redis = server.connection();
@@ -53,7 +53,7 @@ async fn a_lost_reply_to_an_acquire_leaves_one_hold() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lost_reply_to_a_reentry_leaves_two_holds() {
+async fn reentry_with_lost_reply_leaves_two_holds() {
     for fate in [Fate::Swallow, Fate::Close] {
         let server = Server::start();
         let mut redis = server.connection();
@@ -81,7 +81,7 @@ async fn a_lost_reply_to_a_reentry_leaves_two_holds() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lost_reply_to_an_unlock_is_no_error() {
+async fn unlock_with_lost_reply_succeeds() {
     for fate in [Fate::Swallow, Fate::Close] {
         let server = Server::start();
         let mut redis = server.connection();
@@ -108,7 +108,7 @@ async fn a_lost_reply_to_an_unlock_is_no_error() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_repeat_of_an_unlock_takes_nothing_from_the_next_owner() {
+async fn repeated_unlock_keeps_next_owner() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -120,20 +120,20 @@ async fn the_repeat_of_an_unlock_takes_nothing_from_the_next_owner() {
     proxy.next_reply_to(&[sha1_of("release"), &name], Fate::Swallow);
     guard.unlock().await.unwrap();
     assert_eq!(proxy.applied(), 1);
-    let (_, rivals) = timeout(SOON, waiter)
+    let (_, next_guard) = timeout(SOON, waiter)
         .await
-        .expect("the waiter did not get in")
+        .expect("the waiter did not acquire the lock")
         .unwrap();
     assert_eq!(
         owner_counts(&mut redis, &name),
-        HashMap::from([(owner_field(&other, rivals.owner()), 1)])
+        HashMap::from([(owner_field(&other, next_guard.owner()), 1)])
     );
-    assert!(!rivals.is_lost());
-    rivals.unlock().await.unwrap();
+    assert!(!next_guard.is_lost());
+    next_guard.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lost_reply_to_a_renewal_loses_no_lock() {
+async fn renewal_with_lost_reply_loses_no_lock() {
     for fate in [Fate::Swallow, Fate::Close] {
         let server = Server::start();
         let mut redis = server.connection();
@@ -149,8 +149,8 @@ async fn a_lost_reply_to_a_renewal_loses_no_lock() {
         let guard = client.lock(&name).lock().await.unwrap();
         proxy.next_reply_to(&[sha1_of("renew"), &name], fate);
         wait_until("the reply is lost", SOON, || proxy.applied() == 1);
-        // Beyond the end of what the acquire proved.
-        wait_until("the first lease is over", SOON, || {
+        // Beyond the end of the lease that the acquire confirmed.
+        wait_until("the first lease has passed", SOON, || {
             begun.elapsed() > ms(3_300)
         });
         assert!(!guard.is_lost());
@@ -164,7 +164,7 @@ async fn a_lost_reply_to_a_renewal_loses_no_lock() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_connection_that_is_closed_in_the_middle_of_a_reply_spoils_no_count() {
+async fn connection_closed_within_reply_keeps_counts_exact() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -204,7 +204,7 @@ async fn a_connection_that_is_closed_in_the_middle_of_a_reply_spoils_no_count() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_renewal_whose_reply_breaks_off_is_made_again() {
+async fn renewal_with_truncated_reply_is_repeated() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -217,12 +217,12 @@ async fn a_renewal_whose_reply_breaks_off_is_made_again() {
     let guard = client.lock(&name).lock().await.unwrap();
     for (closed, bytes) in [0, 5, 12, usize::MAX].into_iter().enumerate() {
         proxy.next_reply_to(&[sha1_of("renew"), &name], Fate::CloseAt(bytes));
-        wait_until("the reply breaks off", SOON, || {
+        wait_until("the reply is truncated", SOON, || {
             proxy.applied() == closed + 1
         });
     }
     assert!(!guard.is_lost());
-    wait_until("the lease is proved again", SOON, || {
+    wait_until("the lease is confirmed again", SOON, || {
         guard.remaining_lease() > ms(2_000)
     });
     assert_eq!(count(&mut redis, &name), 1);
@@ -230,7 +230,7 @@ async fn a_renewal_whose_reply_breaks_off_is_made_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn connections_that_are_lost_before_each_step_spoil_no_count() {
+async fn connection_closed_before_each_step_keeps_counts_exact() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -257,12 +257,12 @@ async fn connections_that_are_lost_before_each_step_spoil_no_count() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_connection_that_is_lost_while_it_is_made_is_made_again_soon() {
+async fn connection_lost_during_setup_is_replaced_soon() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::connect(&proxy.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    // What is asked on every new connection.
+    // The commands that the client sends on every new connection.
     for part in ["ID", "INFO", "KILL"] {
         for fate in [Fate::Close, Fate::CloseAt(3), Fate::CloseAt(usize::MAX)] {
             let applied = proxy.applied();
@@ -281,15 +281,15 @@ async fn a_connection_that_is_lost_while_it_is_made_is_made_again_soon() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reply_that_belongs_to_another_call_grants_no_lock() {
+async fn reply_to_other_call_grants_no_lock() {
     const LOCKS: usize = 20;
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
     let client = quick().connect(&proxy.url()).await.unwrap();
     let names: Vec<_> = (0..LOCKS).map(|_| unique("stock")).collect();
-    // Somebody else has every second lock: a shifted reply would grant what is held, or refuse what
-    // is free.
+    // Another owner holds every second lock: a shifted reply would grant a held lock, or refuse a
+    // free one.
     for name in names.iter().step_by(2) {
         cmd("HSET")
             .arg(name)
@@ -303,7 +303,7 @@ async fn a_reply_that_belongs_to_another_call_grants_no_lock() {
             &[sha1_of("acquire"), &names[(3 * round) % LOCKS]],
             Fate::Swallow,
         );
-        let tries: Vec<_> = names
+        let attempts: Vec<_> = names
             .iter()
             .map(|name| {
                 let lock = client.lock(name);
@@ -311,10 +311,10 @@ async fn a_reply_that_belongs_to_another_call_grants_no_lock() {
             })
             .collect();
         let mut guards = Vec::new();
-        for (at, attempt) in tries.into_iter().enumerate() {
+        for (at, attempt) in attempts.into_iter().enumerate() {
             let guard = timeout(SOON, attempt)
                 .await
-                .expect("a try hangs")
+                .expect("an attempt hangs")
                 .unwrap()
                 .unwrap();
             assert_eq!(guard.is_some(), at % 2 == 1, "lock {at} in round {round}");
@@ -334,10 +334,10 @@ async fn a_reply_that_belongs_to_another_call_grants_no_lock() {
     }
 }
 
-/// An error carries no proof of whose it is. One that was meant for another call must not hide that
-/// the server has granted this one.
+/// An error reply does not show to which call it belongs. The error of another call must not hide
+/// the grant of this one.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_error_that_belongs_to_another_call_is_not_believed() {
+async fn error_reply_to_other_call_hides_no_grant() {
     let server = Server::start();
     let mut redis = server.connection();
     cmd("ACL")
@@ -352,26 +352,36 @@ async fn an_error_that_belongs_to_another_call_is_not_believed() {
     // The next reply on the connection takes the place of the one that is lost.
     proxy.next_reply_to(&["EVALSHA", &name], Fate::Swallow);
     let acquire = tokio::spawn(client.lock(&name).lock().into_future());
-    wait_until("its reply is lost", SOON, || proxy.applied() == 1);
+    wait_until("the reply to the acquire is lost", SOON, || {
+        proxy.applied() == 1
+    });
     let refused = tokio::spawn(forbidden.try_lock().into_future());
-    let told = timeout(SOON, acquire).await.expect("it hangs").unwrap();
-    let refused = timeout(SOON, refused).await.expect("it hangs").unwrap();
-    assert!(refused.is_err(), "the test's own condition: {refused:?}");
-    match told {
+    let acquired = timeout(SOON, acquire)
+        .await
+        .expect("the acquire hangs")
+        .unwrap();
+    let refused = timeout(SOON, refused)
+        .await
+        .expect("the second call hangs")
+        .unwrap();
+    assert!(
+        refused.is_err(),
+        "the setup of the test failed: {refused:?}"
+    );
+    match acquired {
         Ok(guard) => guard.unlock().await.unwrap(),
         Err(_) => {
-            wait_until("what was taken is given back", SOON, || {
-                !exists(&mut redis, &name)
-            });
-            assert_eq!(expired(&mut redis), 0, "it ran out instead");
+            wait_until("the hold is released", SOON, || !exists(&mut redis, &name));
+            assert_eq!(expired(&mut redis), 0, "the lease expired instead");
         }
     }
 }
 
-/// The hold was another client's with the same id, so this one has no record of it, and its release
-/// was run before the repeat was refused. "Nothing was changed" would be false.
+/// The client has no record of the hold, which an earlier client with the same id acquired. The
+/// release runs, and its repeat is refused: `Error::Connection` ("nothing was changed") would be
+/// false.
 #[tokio::test(flavor = "multi_thread")]
-async fn an_unlock_of_an_inherited_hold_that_freed_does_not_say_that_nothing_was_changed() {
+async fn unlock_that_freed_but_is_refused_is_no_connection_error() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -400,11 +410,17 @@ async fn an_unlock_of_an_inherited_hold_that_freed_does_not_say_that_nothing_was
     let lock = client.lock(&name);
     proxy.next_reply_to(&[sha1_of("release")], Fate::Swallow);
     let unlocking = tokio::spawn(async move { lock.unlock().with_owner(owner).await });
-    wait_until("it is free", SOON, || !exists(&mut redis, &name));
+    wait_until("the lock is free", SOON, || !exists(&mut redis, &name));
     cmd("ACL")
         .arg(&["SETUSER", "default", "-evalsha", "-eval"])
         .exec(&mut redis)
         .unwrap();
-    let told = timeout(SOON, unlocking).await.expect("it hangs").unwrap();
-    assert!(!matches!(told, Err(Error::Connection { .. })), "{told:?}");
+    let result = timeout(SOON, unlocking)
+        .await
+        .expect("the unlock hangs")
+        .unwrap();
+    assert!(
+        !matches!(result, Err(Error::Connection { .. })),
+        "{result:?}"
+    );
 }

@@ -1,5 +1,6 @@
-//! Hazards that no other file shows: networks that fail one way, servers that are paused, full or
-//! gone while others are well, tasks that die, and lock keys that somebody has tampered with.
+//! Adverse conditions that no other file covers: networks that fail in one direction, servers that
+//! are paused, out of memory or down, a renewal task that panics, and lock keys that another
+//! program has changed.
 
 use crate::support::observe::{channels, exists, owner_counts, park, pttl, rival, scripts, watch};
 use crate::support::proxy::{Flow, Proxy, Way};
@@ -15,7 +16,7 @@ use tracing::field::{Field, Visit};
 use tracing_subscriber::Registry;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-/// Far more than any step takes, far less than the leases of [`quick`].
+/// Far longer than any step takes, far shorter than the leases of [`quick`].
 const SOON: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3_600);
 
@@ -23,7 +24,7 @@ fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// Settings by which a lost reply is noticed soon, and nothing runs out during a test.
+/// Settings by which a lost reply is noticed soon, and no lease expires during a test.
 fn quick() -> LockClientBuilder {
     LockClient::builder()
         .watchdog_timeout(ms(60_000))
@@ -34,7 +35,7 @@ fn watchdog(millis: u64) -> LockClientBuilder {
     LockClient::builder().watchdog_timeout(ms(millis))
 }
 
-/// The hold count of whoever holds the lock, 0 if nobody does.
+/// The hold count of the lock's owner, 0 if the lock has none.
 fn count(redis: &mut Connection, lock: &str) -> i64 {
     let fields = owner_counts(redis, lock);
     assert!(fields.len() < 2, "two owners: {fields:?}");
@@ -45,33 +46,33 @@ fn subscribed(redis: &mut Connection) -> bool {
     channels(redis) > 0
 }
 
-async fn served(rival: JoinHandle<(Instant, LockGuard)>) -> (Instant, LockGuard) {
-    timeout(SOON, rival)
+async fn granted(waiter: JoinHandle<(Instant, LockGuard)>) -> (Instant, LockGuard) {
+    timeout(SOON, waiter)
         .await
-        .expect("the rival never got in")
+        .expect("the waiter did not acquire the lock")
         .unwrap()
 }
 
-/// Takes note of what is traced, and panics at the first event that says so.
+/// Records the log events of a thread, and panics once, at the first event with a given text.
 #[derive(Clone, Default)]
-struct Trap {
+struct LogRecorder {
     panics_at: Option<&'static str>,
-    sprung: Arc<AtomicBool>,
-    heard: Arc<Mutex<String>>,
+    panicked: Arc<AtomicBool>,
+    log: Arc<Mutex<String>>,
 }
 
-impl Trap {
-    /// Listens to this thread, for as long as the guard lives.
-    fn set(&self) -> tracing::subscriber::DefaultGuard {
+impl LogRecorder {
+    /// Records the events of this thread until the guard is dropped.
+    fn install(&self) -> tracing::subscriber::DefaultGuard {
         tracing::subscriber::set_default(Registry::default().with(self.clone()))
     }
 
-    fn has_heard(&self, what: &str) -> usize {
-        self.heard.lock().unwrap().matches(what).count()
+    fn occurrences(&self, text: &str) -> usize {
+        self.log.lock().unwrap().matches(text).count()
     }
 }
 
-impl<S: tracing::Subscriber> Layer<S> for Trap {
+impl<S: tracing::Subscriber> Layer<S> for LogRecorder {
     fn on_event(&self, event: &tracing::Event<'_>, _: Context<'_, S>) {
         struct Text(String);
         impl Visit for Text {
@@ -81,17 +82,17 @@ impl<S: tracing::Subscriber> Layer<S> for Trap {
         }
         let mut text = Text(String::new());
         event.record(&mut text);
-        self.heard.lock().unwrap().push_str(&text.0);
-        if self.panics_at.is_some_and(|what| text.0.contains(what))
-            && !self.sprung.swap(true, Ordering::AcqRel)
+        self.log.lock().unwrap().push_str(&text.0);
+        if self.panics_at.is_some_and(|event| text.0.contains(event))
+            && !self.panicked.swap(true, Ordering::AcqRel)
         {
-            panic!("on purpose");
+            panic!("a panic that the test provokes");
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_that_is_cut_off_one_way_knows_of_its_loss_before_a_rival_gets_in() {
+async fn owner_cut_off_one_way_is_notified_before_next_grant() {
     for way in [Way::Requests, Way::Replies] {
         let server = Server::start();
         let proxy = Proxy::start(&server).await;
@@ -100,26 +101,26 @@ async fn an_owner_that_is_cut_off_one_way_knows_of_its_loss_before_a_rival_gets_
         let name = unique("stock");
         let guard = client.lock(&name).lock().await.unwrap();
         let lost = watch(&guard);
-        let rival = rival(&other, &name);
+        let waiter = rival(&other, &name);
         proxy.set(way, Flow::Hold);
-        let (entered, rivals) = served(rival).await;
+        let (granted_at, next_guard) = granted(waiter).await;
         assert!(guard.is_lost());
-        let (told, reason) = timeout(SOON, lost)
+        let (notified_at, reason) = timeout(SOON, lost)
             .await
-            .expect("the loss was never told")
+            .expect("the loss was not reported")
             .unwrap();
         assert!(
-            told < entered,
-            "{way:?}: told {:?} after the rival got in",
-            told - entered
+            notified_at < granted_at,
+            "{way:?}: the loss was reported {:?} after the next grant",
+            notified_at - granted_at
         );
         assert_eq!(reason, LostReason::Expired);
 
-        // What the network brings late takes nothing from the rival.
+        // Calls that arrive late release no hold of the next owner.
         proxy.set(way, Flow::Pass);
         timeout(SOON, client.lock(&name).is_locked())
             .await
-            .expect("no answer")
+            .expect("no reply")
             .unwrap();
         assert!(matches!(
             guard.unlock().await,
@@ -129,13 +130,13 @@ async fn an_owner_that_is_cut_off_one_way_knows_of_its_loss_before_a_rival_gets_
             })
         ));
         assert_eq!(count(&mut server.connection(), &name), 1);
-        assert!(!rivals.is_lost());
-        rivals.unlock().await.unwrap();
+        assert!(!next_guard.is_lost());
+        next_guard.unlock().await.unwrap();
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_that_is_cut_off_one_way_for_half_its_lease_keeps_its_lock() {
+async fn owner_cut_off_one_way_for_half_its_lease_keeps_lock() {
     let cut_off = async |way| {
         let server = Server::start();
         let mut redis = server.connection();
@@ -149,7 +150,7 @@ async fn an_owner_that_is_cut_off_one_way_for_half_its_lease_keeps_its_lock() {
         let guard = client.lock(&name).lock().await.unwrap();
         let mut lost = watch(&guard);
         proxy.set(way, Flow::Hold);
-        wait_until_async("half of the lease is over", SOON, || async {
+        wait_until_async("half of the lease has passed", SOON, || async {
             guard.remaining_lease() < ms(2_500)
         })
         .await;
@@ -159,7 +160,7 @@ async fn an_owner_that_is_cut_off_one_way_for_half_its_lease_keeps_its_lock() {
             async move { restored }
         })
         .await;
-        // Beyond the end of what was proved before.
+        // Beyond the end of the lease that was last confirmed before.
         sleep(ms(2_500)).await;
         assert!(lost.try_recv().is_err() && !guard.is_lost(), "{way:?}");
         guard.unlock().await.unwrap();
@@ -169,37 +170,46 @@ async fn an_owner_that_is_cut_off_one_way_for_half_its_lease_keeps_its_lock() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_down_stops_no_renewal_on_another() {
-    let (mut down, well) = (Server::start(), Server::start());
-    let mut redis = well.connection();
-    let unlucky = watchdog(3_000).connect(&down.url()).await.unwrap();
-    let lucky = watchdog(3_000).connect(&well.url()).await.unwrap();
-    let doomed = unlucky.lock(unique("stock")).lock().await.unwrap();
+async fn server_outage_stops_no_renewal_on_other_server() {
+    let (mut down, running) = (Server::start(), Server::start());
+    let mut redis = running.connection();
+    let client_of_down = watchdog(3_000).connect(&down.url()).await.unwrap();
+    let client_of_running = watchdog(3_000).connect(&running.url()).await.unwrap();
+    let lost_guard = client_of_down.lock(unique("stock")).lock().await.unwrap();
     let mut guards = Vec::new();
     for _ in 0..20 {
-        guards.push(lucky.lock(unique("stock")).lock().await.unwrap());
+        guards.push(
+            client_of_running
+                .lock(unique("stock"))
+                .lock()
+                .await
+                .unwrap(),
+        );
     }
     block_in_place(|| down.kill());
-    assert_eq!(timeout(SOON, doomed.lost()).await, Ok(LostReason::Expired));
-    // By now every lease on the other server had to be renewed; and it goes on.
+    assert_eq!(
+        timeout(SOON, lost_guard.lost()).await,
+        Ok(LostReason::Expired)
+    );
+    // Every lease on the other server needs a renewal by now, and another one later.
     sleep(ms(2_000)).await;
     assert!(guards.iter().all(|guard| !guard.is_lost()));
     assert_eq!(cmd("DBSIZE").query(&mut redis), Ok(guards.len()));
     for guard in guards {
         timeout(SOON, guard.unlock())
             .await
-            .expect("it hangs")
+            .expect("the unlock hangs")
             .unwrap();
     }
 }
 
 #[tokio::test]
-async fn the_death_of_the_renewal_task_is_told_and_the_other_locks_are_renewed_on() {
-    let trap = Trap {
+async fn renewal_task_panic_is_logged_and_renewal_continues() {
+    let log = LogRecorder {
         panics_at: Some("a lock was lost"),
-        ..Trap::default()
+        ..LogRecorder::default()
     };
-    let _listening = trap.set();
+    let _recording = log.install();
     let server = Server::start();
     let mut redis = server.connection();
     let client = watchdog(2_000).connect(&server.url()).await.unwrap();
@@ -211,15 +221,15 @@ async fn the_death_of_the_renewal_task_is_told_and_the_other_locks_are_renewed_o
     ];
     cmd("DEL").arg(&name).exec(&mut redis).unwrap();
     assert_eq!(timeout(SOON, gone.lost()).await, Ok(LostReason::Gone));
-    wait_until_async("the death is told", SOON, || async {
-        trap.has_heard("the renewal scheduler panicked") == 1
+    wait_until_async("the panic is logged", SOON, || async {
+        log.occurrences("the renewal scheduler panicked") == 1
     })
     .await;
-    assert!(trap.sprung.load(Ordering::Acquire));
+    assert!(log.panicked.load(Ordering::Acquire));
     sleep(ms(4_500)).await;
     assert!(
         others.iter().all(|guard| !guard.is_lost()),
-        "nobody renews any more"
+        "the renewals have stopped"
     );
     for guard in others {
         guard.unlock().await.unwrap();
@@ -228,10 +238,10 @@ async fn the_death_of_the_renewal_task_is_told_and_the_other_locks_are_renewed_o
 }
 
 #[tokio::test]
-async fn a_dropped_guard_never_blocks_and_its_failure_is_traced_and_counted() {
+async fn dropped_guard_never_blocks_and_failure_is_logged_and_counted() {
     const LOCKS: usize = 50;
-    let trap = Trap::default();
-    let _listening = trap.set();
+    let log = LogRecorder::default();
+    let _recording = log.install();
     let mut server = Server::start();
     let client = quick()
         .retry_timeout(ms(500))
@@ -254,17 +264,17 @@ async fn a_dropped_guard_never_blocks_and_its_failure_is_traced_and_counted() {
     drop(guards);
     assert!(begun.elapsed() < ms(1_000), "{:?}", begun.elapsed());
     server.kill();
-    let all = "a hold could not be released, its lease will expire";
-    wait_until_async("each failure is traced", SOON, || async {
-        trap.has_heard(all) == LOCKS
+    let failure = "a hold could not be released, its lease will expire";
+    wait_until_async("each failure is logged", SOON, || async {
+        log.occurrences(failure) == LOCKS
     })
     .await;
     assert_eq!(client.stats().failed_releases, LOCKS as u64);
 }
 
-/// The background finishes it, and nobody is left whom it could tell that it was refused.
+/// The background finishes the unlock. No caller is left to return the error to.
 #[tokio::test]
-async fn an_unlock_whose_future_was_dropped_and_that_fails_is_counted() {
+async fn failed_unlock_with_dropped_future_is_counted() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::connect(&server.url()).await.unwrap();
@@ -275,7 +285,7 @@ async fn an_unlock_whose_future_was_dropped_and_that_fails_is_counted() {
         .exec(&mut redis)
         .unwrap();
     drop(park(guard.unlock()));
-    wait_until_async("it is counted", SOON, || async {
+    wait_until_async("the failure is counted", SOON, || async {
         client.stats().failed_releases == 1
     })
     .await;
@@ -283,7 +293,7 @@ async fn an_unlock_whose_future_was_dropped_and_that_fails_is_counted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_is_paused_or_busy_for_less_than_the_lease_loses_no_lock() {
+async fn server_paused_or_busy_within_lease_loses_no_lock() {
     let server = Server::start();
     let mut redis = server.connection();
     cmd("CONFIG")
@@ -299,7 +309,7 @@ async fn a_server_that_is_paused_or_busy_for_less_than_the_lease_loses_no_lock()
         let name = unique("stock");
         let guard = client.lock(&name).lock().await.unwrap();
         let next = rival(&client, &name);
-        wait_until("somebody waits", SOON, || subscribed(&mut redis));
+        wait_until("a waiter has subscribed", SOON, || subscribed(&mut redis));
         let script = busy.then(|| {
             let mut stuck = server.connection();
             std::thread::spawn(move || {
@@ -323,7 +333,8 @@ async fn a_server_that_is_paused_or_busy_for_less_than_the_lease_loses_no_lock()
                 .exec(&mut redis)
                 .unwrap();
         }
-        // Begun in the middle of it; longer than a command may take, and than a renewal period.
+        // The attempt begins during the pause, which lasts longer than the command timeout and a
+        // renewal period.
         let fresh = rival(&client, &unique("stock"));
         sleep(ms(2_500)).await;
         if let Some(script) = script {
@@ -331,19 +342,19 @@ async fn a_server_that_is_paused_or_busy_for_less_than_the_lease_loses_no_lock()
             cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
             assert!(script.join().unwrap().to_string().contains("killed"));
         }
-        served(fresh).await.1.unlock().await.unwrap();
-        // Beyond the end of what was proved before.
+        granted(fresh).await.1.unlock().await.unwrap();
+        // Beyond the end of the lease that was last confirmed before.
         sleep(ms(2_500)).await;
         assert!(!guard.is_lost() && !next.is_finished());
         assert_eq!(count(&mut redis, &name), 1);
         guard.unlock().await.unwrap();
-        served(next).await.1.unlock().await.unwrap();
+        granted(next).await.1.unlock().await.unwrap();
         assert_eq!(cmd("DBSIZE").query(&mut redis), Ok(0));
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_without_memory_refuses_new_locks_and_keeps_those_that_are_held() {
+async fn server_out_of_memory_refuses_new_and_keeps_held_locks() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = watchdog(2_000).connect(&server.url()).await.unwrap();
@@ -374,7 +385,7 @@ async fn a_server_without_memory_refuses_new_locks_and_keeps_those_that_are_held
         );
     }
     sleep(ms(3_000)).await;
-    assert!(!guard.is_lost(), "it was not renewed");
+    assert!(!guard.is_lost(), "the lock was not renewed");
     guard.unlock().await.unwrap();
     memory("0");
     client
@@ -389,7 +400,7 @@ async fn a_server_without_memory_refuses_new_locks_and_keeps_those_that_are_held
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_who_may_not_publish_frees_its_locks_and_others_go_on_by_rechecks() {
+async fn user_without_publish_frees_lock_and_recheck_finds_it() {
     let server = Server::start();
     let mut redis = server.connection();
     let rule = [
@@ -408,13 +419,13 @@ async fn a_user_who_may_not_publish_frees_its_locks_and_others_go_on_by_rechecks
     for forced in [false, true] {
         let guard = mute.lock(&name).lock().await.unwrap();
         let next = rival(&other, &name);
-        wait_until("somebody waits", SOON, || subscribed(&mut redis));
+        wait_until("a waiter has subscribed", SOON, || subscribed(&mut redis));
         if forced {
             assert_eq!(mute.lock(&name).force_unlock().await, Ok(true));
         } else {
             guard.unlock().await.unwrap();
         }
-        served(next).await.1.unlock().await.unwrap();
+        granted(next).await.1.unlock().await.unwrap();
         assert_eq!(pttl(&mut redis, &name), -2);
     }
     let log: String = format!(
@@ -424,11 +435,14 @@ async fn a_user_who_may_not_publish_frees_its_locks_and_others_go_on_by_rechecks
             .query::<redis::Value>(&mut redis)
             .unwrap()
     );
-    assert!(log.contains("publish"), "it was allowed to publish: {log}");
+    assert!(
+        log.contains("publish"),
+        "the user was allowed to publish: {log}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_count_that_is_tampered_with_keeps_no_lock_from_being_renewed_and_freed() {
+async fn lock_with_overwritten_count_is_renewed_and_freed() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = watchdog(2_000).connect(&server.url()).await.unwrap();
@@ -454,7 +468,7 @@ async fn a_count_that_is_tampered_with_keeps_no_lock_from_being_renewed_and_free
             .unwrap();
         match timeout(SOON, lock.lock().with_owner(owner))
             .await
-            .expect("it hangs")
+            .expect("the re-entry hangs")
         {
             Ok(inner) => inner.unlock().await.unwrap(),
             Err(Error::Server { error, .. }) => {
@@ -470,7 +484,7 @@ async fn a_count_that_is_tampered_with_keeps_no_lock_from_being_renewed_and_free
         assert!(!guard.is_lost());
         assert!(
             (1..=2_000).contains(&pttl(&mut redis, &name)),
-            "its expiry was not mended"
+            "the renewal did not restore the expiry"
         );
         guard.unlock().await.unwrap();
         assert_eq!(pttl(&mut redis, &name), -2);
@@ -478,7 +492,7 @@ async fn a_count_that_is_tampered_with_keeps_no_lock_from_being_renewed_and_free
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_owner_that_is_no_text_is_respected_as_any_other() {
+async fn owner_field_that_is_not_utf8_is_respected() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::connect(&server.url()).await.unwrap();
@@ -497,7 +511,7 @@ async fn an_owner_that_is_no_text_is_respected_as_any_other() {
 }
 
 #[tokio::test]
-async fn a_listener_that_lags_so_far_behind_that_the_server_hangs_up_looks() {
+async fn subscriber_disconnected_by_server_rechecks_lock() {
     let server = Server::start();
     let mut redis = server.connection();
     cmd("CONFIG")
@@ -518,18 +532,18 @@ async fn a_listener_that_lags_so_far_behind_that_the_server_hangs_up_looks() {
         .exec(&mut redis)
         .unwrap();
     let waiter = rival(&client, &name);
-    wait_until_async("the waiter listens", SOON, || {
+    wait_until_async("the waiter has subscribed", SOON, || {
         let subscribed = subscribed(&mut redis);
         async move { subscribed }
     })
     .await;
     sleep(ms(200)).await;
-    // This thread is the runtime's only one, so nobody reads meanwhile.
+    // This thread is the runtime's only one, so the client reads nothing meanwhile.
     let (channel, noise) = (
         format!("redisson_lock__channel:{{{name}}}"),
         "x".repeat(256 << 10),
     );
-    wait_until("the server hangs up", 3 * SOON, || {
+    wait_until("the server closes the connection", 3 * SOON, || {
         cmd("PUBLISH")
             .arg(&channel)
             .arg(&noise)
@@ -538,11 +552,11 @@ async fn a_listener_that_lags_so_far_behind_that_the_server_hangs_up_looks() {
         !subscribed(&mut redis)
     });
     cmd("DEL").arg(&name).exec(&mut redis).unwrap();
-    served(waiter).await.1.unlock().await.unwrap();
+    granted(waiter).await.1.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_that_is_always_about_to_end_is_no_reason_to_spin() {
+async fn waiter_behind_expiring_lease_does_not_spin() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -551,35 +565,35 @@ async fn a_lease_that_is_always_about_to_end_is_no_reason_to_spin() {
         .await
         .unwrap();
     let name = unique("stock");
-    let (over, mut owner) = (Arc::new(AtomicBool::new(false)), server.connection());
-    let renewing = std::thread::spawn({
-        let (name, over) = (name.clone(), Arc::clone(&over));
+    let (stop, mut connection) = (Arc::new(AtomicBool::new(false)), server.connection());
+    let renewer = std::thread::spawn({
+        let (name, stop) = (name.clone(), Arc::clone(&stop));
         move || {
-            // Back at once, too, should it have run out: by hand, and past any queue.
+            // The pipeline also recreates a key that has expired, outside the wait queue.
             let mut hold = redis::pipe();
             hold.hset_nx(&name, "9f3c0b6e-54a9-4c4f-8a53-0d2f5f2f7c11:1", 1)
                 .pexpire(&name, 2);
-            while !over.load(Ordering::Acquire) {
-                hold.exec(&mut owner).unwrap();
+            while !stop.load(Ordering::Acquire) {
+                hold.exec(&mut connection).unwrap();
             }
         }
     });
-    wait_until("it is held", SOON, || pttl(&mut redis, &name) >= 0);
+    wait_until("the lock is held", SOON, || pttl(&mut redis, &name) >= 0);
     let (before, begun) = (scripts(&mut redis), Instant::now());
-    let mut asked = 0;
+    let mut allowed_for_waits = 0;
     while begun.elapsed() < ms(1_000) {
-        // An owner that came too late lets it in; then it waits again.
+        // A renewal that comes late lets the request acquire the lock; the next one waits again.
         drop(client.lock(&name).lock().timeout(ms(200)).await);
-        asked += 4;
+        allowed_for_waits += 4;
     }
-    // One try in 5 ms, and for each wait its first one, the one after the subscription, and its
-    // give-back.
-    let (calls, most) = (
+    // One attempt in 5 ms, and for each wait its first attempt, the one after the subscription, and
+    // the release.
+    let (calls, allowed) = (
         scripts(&mut redis) - before,
-        begun.elapsed().as_millis() as u64 / 5 + asked,
+        begun.elapsed().as_millis() as u64 / 5 + allowed_for_waits,
     );
-    over.store(true, Ordering::Release);
-    renewing.join().unwrap();
-    assert!(calls > 20, "nobody asked: {calls}");
-    assert!(calls <= most, "{calls} scripts, {most} at most");
+    stop.store(true, Ordering::Release);
+    renewer.join().unwrap();
+    assert!(calls > 20, "the waiters sent {calls} scripts only");
+    assert!(calls <= allowed, "{calls} scripts, {allowed} allowed");
 }
