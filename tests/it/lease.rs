@@ -532,8 +532,9 @@ async fn lost_guard_keeps_lock_until_lease_expires() {
     let server = Server::start();
     let client = watchdog(3_000).connect(&server.url()).await.unwrap();
     let name = unique("stock");
-    let guard = client.lock(&name).lock().lease(ms(4_000)).await.unwrap();
+    // Before the acquire, so that the lease ends no earlier than 4 s after it.
     let begun = Instant::now();
+    let guard = client.lock(&name).lock().lease(ms(4_000)).await.unwrap();
     let mut redis = server.connection();
     assert_eq!(timeout(SOON, guard.lost()).await, Ok(LostReason::Expired));
     // While the guard exists, its code may still run: no other owner may acquire the lock before
