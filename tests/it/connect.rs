@@ -5,10 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::support::proxy::{Fate, Proxy};
+use crate::support::rewrite::rewriting;
 use crate::support::server::{Server, unique, wait_until};
 use redisson_lock::{Error, LockClient};
-use tokio::io::{AsyncReadExt, AsyncWriteExt, copy};
-use tokio::net::{TcpListener, TcpStream};
 
 /// `redis://host/99`: the server answers `ERR DB index is out of range`. It was reached, so this is
 /// not [`Error::Connection`].
@@ -107,36 +106,18 @@ async fn valkey_cluster_is_refused() {
 
 /// The URL of a proxy that names the server's mode as Valkey does, and whether a reply named it.
 async fn valkey_proxy(server: u16) -> (String, Arc<AtomicBool>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("redis://{}", listener.local_addr().unwrap());
     let renamed = Arc::new(AtomicBool::new(false));
-    let renamed_in_reply = Arc::clone(&renamed);
-    tokio::spawn(async move {
-        while let Ok((mut client, _)) = listener.accept().await {
-            let renamed = Arc::clone(&renamed_in_reply);
-            tokio::spawn(async move {
-                let mut server = TcpStream::connect(("127.0.0.1", server)).await.unwrap();
-                let (mut from_client, mut to_client) = client.split();
-                let (mut from_server, mut to_server) = server.split();
-                let replies = async {
-                    let mut buffer = vec![0; 65_536];
-                    while let Ok(length @ 1..) = from_server.read(&mut buffer).await {
-                        // Keep the length: shorten a field that the client does not read.
-                        let reply = String::from_utf8_lossy(&buffer[..length])
-                            .replace("redis_mode:cluster", "server_mode:cluster")
-                            .replace("redis_git_dirty:", "redis_git_dirt:");
-                        renamed.fetch_or(reply.contains("server_mode:cluster"), Ordering::AcqRel);
-                        if to_client.write_all(reply.as_bytes()).await.is_err() {
-                            return;
-                        }
-                    }
-                };
-                // An error means that the client has closed the connection.
-                let _ = tokio::join!(copy(&mut from_client, &mut to_server), replies);
-            });
-        }
-    });
-    (url, renamed)
+    let is_renamed = Arc::clone(&renamed);
+    let address = rewriting(server, move |reply| {
+        // Keep the length: shorten a field that the client does not read.
+        let reply = reply
+            .replace("redis_mode:cluster", "server_mode:cluster")
+            .replace("redis_git_dirty:", "redis_git_dirt:");
+        is_renamed.fetch_or(reply.contains("server_mode:cluster"), Ordering::AcqRel);
+        reply
+    })
+    .await;
+    (format!("redis://{address}"), renamed)
 }
 
 /// The timeout limits all steps of connecting. Here the reply to the loading of a script is lost.

@@ -3,15 +3,13 @@
 use std::error::Error as _;
 use std::time::Duration;
 
+use crate::support::rewrite::rewriting;
+use crate::support::server::{Server, unique};
 use redis::cmd;
 use redisson_lock::{
     ClientId, Error, LockClient, LockClientBuilder, MAX_NAME_LEN, Owner, OwnerExt, ServerErrorKind,
     Step,
 };
-use tokio::io::{AsyncReadExt, AsyncWriteExt, copy};
-use tokio::net::{TcpListener, TcpStream};
-
-use crate::support::server::{Server, unique};
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 const URLS: &str = "(allowed: redis://[user[:password]@]host[:port][/database])";
@@ -340,7 +338,7 @@ async fn database_that_the_acl_forbids_is_named_as_such() {
 #[tokio::test(flavor = "multi_thread")]
 async fn server_older_than_6_2_is_refused_with_its_version() {
     let server = Server::start();
-    let (address, old) = old_server(server.port()).await;
+    let address = rewriting(server.port(), as_old).await;
     let answer = LockClient::connect(&format!("redis://{address}")).await;
     let is = |error: &Error| matches!(error, Error::UnsupportedServer { .. });
     assert_error(
@@ -348,53 +346,27 @@ async fn server_older_than_6_2_is_refused_with_its_version() {
         is,
         &format!("unsupported server {address}: it is version 6.0.16, and 6.2 or later is needed"),
     );
-    old.abort();
 }
 
-/// A way to the server on which it reports an old version.
-async fn old_server(port: u16) -> (String, tokio::task::JoinHandle<()>) {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    let task = tokio::spawn(async move {
-        while let Ok((mut client, _)) = listener.accept().await {
-            tokio::spawn(async move {
-                let mut server = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
-                let (mut from_client, mut to_client) = client.split();
-                let (mut from_server, mut to_server) = server.split();
-                let replies = async {
-                    let mut buffer = vec![0; 65_536];
-                    while let Ok(length @ 1..) = from_server.read(&mut buffer).await {
-                        let reply = as_old(&buffer[..length]);
-                        if to_client.write_all(&reply).await.is_err() {
-                            return;
-                        }
-                    }
-                };
-                let _ = tokio::join!(copy(&mut from_client, &mut to_server), replies);
-            });
-        }
-    });
-    (address, task)
-}
-
-/// Replaces the version in an INFO reply. The reply's length stays, by a shorter line that is not
-/// read.
-fn as_old(reply: &[u8]) -> Vec<u8> {
-    let text = String::from_utf8_lossy(reply).into_owned();
-    let Some((before, rest)) = text.split_once("redis_version:") else {
-        return reply.to_vec();
+/// Replaces the version in an INFO reply. The reply keeps its length: a field that the client does
+/// not read becomes shorter or longer.
+fn as_old(reply: String) -> String {
+    let Some((before, rest)) = reply.split_once("redis_version:") else {
+        return reply;
     };
     let Some((version, rest)) = rest.split_once("\r\n") else {
-        return reply.to_vec();
+        return reply;
     };
-    let more = "6.0.16".len() as isize - version.len() as isize;
     let field = "redis_git_dirty:";
-    let shorter = match more {
-        0.. => field[more as usize..].to_owned(),
-        _ => format!("{}{field}", "x".repeat(more.unsigned_abs())),
+    let old = "6.0.16";
+    let resized = match old.len().checked_sub(version.len()) {
+        Some(more) => field[more..].to_owned(),
+        None => format!("{}{field}", "x".repeat(version.len() - old.len())),
     };
-    let rest = rest.replace(field, &shorter);
-    format!("{before}redis_version:6.0.16\r\n{rest}").into_bytes()
+    format!(
+        "{before}redis_version:{old}\r\n{}",
+        rest.replace(field, &resized)
+    )
 }
 
 #[tokio::test]

@@ -6,4 +6,5 @@ pub mod log;
 pub mod observe;
 pub mod process;
 pub mod proxy;
+pub mod rewrite;
 pub mod server;
