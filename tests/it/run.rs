@@ -1,4 +1,5 @@
-//! Work that is run under the lock: with it, for as long as it is held, and not a step longer.
+//! `run`, of the lock and of a guard: the future runs only while the lock is held, and the lock is
+//! released when the future ends, panics or is dropped.
 
 use std::future::pending;
 use std::sync::Arc;
@@ -11,24 +12,24 @@ use futures::FutureExt;
 use redisson_lock::{LockClient, LostReason, Owner};
 use tokio::sync::oneshot;
 
-/// Tells that it was dropped.
-struct Flag(Arc<AtomicBool>);
+/// Records that it was dropped.
+struct DropFlag(Arc<AtomicBool>);
 
-impl Flag {
+impl DropFlag {
     fn new() -> (Self, Arc<AtomicBool>) {
         let dropped = Arc::new(AtomicBool::new(false));
         (Self(Arc::clone(&dropped)), dropped)
     }
 }
 
-impl Drop for Flag {
+impl Drop for DropFlag {
     fn drop(&mut self) {
         self.0.store(true, Ordering::SeqCst);
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guards_run_re_enters_and_keeps_the_guard() {
+async fn guard_run_reenters_and_keeps_guard() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();
     let guard = lock.lock().await.unwrap();
@@ -51,32 +52,32 @@ async fn a_guards_run_re_enters_and_keeps_the_guard() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guards_run_stops_when_the_lock_is_lost() {
+async fn guard_run_stops_when_lock_is_lost() {
     let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
     let guard = bench.lock.lock().await.unwrap();
-    let (flag, dropped) = Flag::new();
+    let (flag, dropped) = DropFlag::new();
     let work = guard.run(async move {
         let _flag = flag;
         pending::<()>().await;
     });
     bench.delete();
-    let answer = tokio::time::timeout(LIMIT, work)
+    let result = tokio::time::timeout(LIMIT, work)
         .await
-        .expect("it is stopped");
-    assert_lost(answer, LostReason::Gone);
+        .expect("the run did not stop");
+    assert_lost(result, LostReason::Gone);
     assert!(dropped.load(Ordering::SeqCst));
-    // Nothing runs under a lock that is lost already.
+    // A future does not start under a lock that is already lost.
     let never = guard
-        .run(async { panic!("it runs without the lock") })
+        .run(async { panic!("the future ran without the lock") })
         .await;
     assert_lost::<()>(never, LostReason::Gone);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_is_stopped_and_its_future_dropped_when_the_lock_is_lost() {
+async fn run_drops_future_when_lock_is_lost() {
     let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
     for lease in [None, Some(Duration::from_millis(300))] {
-        let (flag, dropped) = Flag::new();
+        let (flag, dropped) = DropFlag::new();
         let (begun, running) = oneshot::channel();
         let request = match lease {
             None => bench.lock.lock(),
@@ -96,20 +97,20 @@ async fn a_run_is_stopped_and_its_future_dropped_when_the_lock_is_lost() {
             }
             Some(_) => LostReason::Expired,
         };
-        let answer = tokio::time::timeout(LIMIT, task)
+        let result = tokio::time::timeout(LIMIT, task)
             .await
-            .expect("it is stopped")
+            .expect("the run did not stop")
             .unwrap();
-        assert_lost(answer, expected);
+        assert_lost(result, expected);
         assert!(dropped.load(Ordering::SeqCst));
         bench.wait_until_free();
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_that_its_caller_drops_drops_its_future_and_releases() {
+async fn dropped_run_drops_future_and_releases_lock() {
     let mut bench = Bench::new().await;
-    let (flag, dropped) = Flag::new();
+    let (flag, dropped) = DropFlag::new();
     let (begun, running) = oneshot::channel();
     let task = tokio::spawn(bench.lock.run(async move {
         let _flag = flag;
@@ -124,9 +125,9 @@ async fn a_run_that_its_caller_drops_drops_its_future_and_releases() {
     assert!(dropped.load(Ordering::SeqCst));
     bench.wait_until_free();
 
-    // One that never got the lock drops its future, too.
+    // A run that never acquired the lock drops its future, too.
     let guard = bench.lock.lock().await.unwrap();
-    let (flag, dropped) = Flag::new();
+    let (flag, dropped) = DropFlag::new();
     let mut waiting = Box::pin(bench.lock.run(async move {
         let _flag = flag;
     }));
@@ -139,10 +140,10 @@ async fn a_run_that_its_caller_drops_drops_its_future_and_releases() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guards_run_that_its_caller_drops_keeps_the_guard() {
+async fn dropped_guard_run_keeps_guard() {
     let mut bench = Bench::new().await;
     let guard = bench.lock.lock().await.unwrap();
-    let (flag, dropped) = Flag::new();
+    let (flag, dropped) = DropFlag::new();
     let mut run = Box::pin(guard.run(async move {
         let _flag = flag;
         pending::<()>().await;
@@ -157,7 +158,7 @@ async fn a_guards_run_that_its_caller_drops_keeps_the_guard() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_panic_inside_a_run_releases_the_lock() {
+async fn panic_inside_run_releases_lock() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();
     let nested = tokio::spawn(async move {
@@ -181,15 +182,15 @@ async fn a_panic_inside_a_run_releases_the_lock() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_whose_lock_was_stolen_meanwhile_gives_no_result() {
+async fn run_after_takeover_returns_lost() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();
-    let answer = lock
+    let result = lock
         .run(async {
             bench.steal();
             "a result"
         })
         .await;
-    assert_lost(answer, LostReason::Gone);
+    assert_lost(result, LostReason::Gone);
     bench.assert_the_thief_keeps_it();
 }

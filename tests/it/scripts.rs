@@ -1,5 +1,5 @@
-//! The Lua scripts by themselves: each header is true, and a script that is sent twice leaves what
-//! it left once.
+//! The Lua scripts without the client: each one answers as its header says, and a repeated call
+//! changes nothing.
 
 use std::collections::BTreeMap;
 
@@ -15,15 +15,15 @@ const COUNT: &str = include_str!("../../lua/v1/count.lua");
 /// The lease in most calls, ms.
 const LEASE: i64 = 30_000;
 
-/// An expiry that a call has to prolong, ms.
+/// An expiry that a call has to extend, ms.
 const SHORT: i64 = 10_000;
 
-/// How far off an expiry may be: the time that a slow machine takes between two commands, ms.
+/// How much an expiry may deviate: a slow machine takes this long between two commands, ms.
 const SLACK: i64 = 5_000;
 
 const ME: &str = "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:52";
 const OTHER: &str = "0b8d1a57-6f3e-4a61-8a59-6d2f0d3a7c20:7";
-const MOST: &str = "9223372036854775807";
+const MAX_COUNT: &str = "9223372036854775807";
 
 /// A server and a connection that calls scripts.
 struct Bench {
@@ -31,14 +31,14 @@ struct Bench {
     connection: Connection,
 }
 
-/// What a script says for one lock: code and detail.
+/// The answer of a script for one lock: code and detail.
 type Answer = (i64, String);
 
 fn answer(code: i64, detail: impl ToString) -> Answer {
     (code, detail.to_string())
 }
 
-/// What a key holds, apart from its expiry.
+/// The content of a key, without its expiry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Content {
     Absent,
@@ -67,11 +67,11 @@ impl Bench {
             .unwrap_or_else(|error| panic!("{words:?}: {error}"))
     }
 
-    fn do_(&mut self, words: &[&str]) {
+    fn execute(&mut self, words: &[&str]) {
         let _: Value = self.run(words);
     }
 
-    /// Runs a script on some names, each with its row of arguments.
+    /// Runs a script on several names, each with its row of arguments.
     fn eval(&mut self, script: &str, rows: &[(&str, &[&str])]) -> Vec<Answer> {
         eval(&mut self.connection, script, rows)
     }
@@ -110,10 +110,10 @@ impl Bench {
     }
 
     fn force_unlock(&mut self, name: &str) -> Answer {
-        self.force_out(name, "")
+        self.force_unlock_owner(name, "")
     }
 
-    fn force_out(&mut self, name: &str, owner: &str) -> Answer {
+    fn force_unlock_owner(&mut self, name: &str, owner: &str) -> Answer {
         one(self.eval(FORCE_UNLOCK, &[(name, &[owner, &channel(name)])]))
     }
 
@@ -121,12 +121,12 @@ impl Bench {
         one(self.eval(COUNT, &[(name, &[owner])]))
     }
 
-    /// Puts an owner there by hand, with an expiry in ms or without one.
+    /// Writes an owner into the key, with an expiry in ms or without one.
     fn put(&mut self, name: &str, owner: &str, count: &str, expiry: Option<i64>) {
-        self.do_(&["DEL", name]);
-        self.do_(&["HSET", name, owner, count]);
+        self.execute(&["DEL", name]);
+        self.execute(&["HSET", name, owner, count]);
         if let Some(expiry) = expiry {
-            self.do_(&["PEXPIRE", name, &expiry.to_string()]);
+            self.execute(&["PEXPIRE", name, &expiry.to_string()]);
         }
     }
 
@@ -165,7 +165,7 @@ fn eval(connection: &mut Connection, script: &str, rows: &[(&str, &[&str])]) -> 
     });
     let Value::Array(values) = command
         .query(connection)
-        .expect("a script never fails as a whole")
+        .expect("a script failed as a whole")
     else {
         panic!("not a list")
     };
@@ -199,13 +199,13 @@ fn channel(name: &str) -> String {
     format!("redisson_lock__channel:{{{name}}}")
 }
 
-/// A subscriber, to count what was published.
-struct Listener {
+/// A subscriber that collects the published messages.
+struct Subscriber {
     connection: Connection,
     channel: String,
 }
 
-impl Listener {
+impl Subscriber {
     fn new(server: &Server, name: &str) -> Self {
         let (mut connection, channel) = (server.connection(), channel(name));
         let subscribe = cmd("SUBSCRIBE").arg(&channel).get_packed_command();
@@ -217,30 +217,30 @@ impl Listener {
         }
     }
 
-    /// What came since the last time.
-    fn heard(&mut self, publisher: &mut Connection) -> Vec<String> {
-        // All that was published before comes before this one.
-        const END: &str = "that is all";
+    /// The messages since the last call.
+    fn received(&mut self, publisher: &mut Connection) -> Vec<String> {
+        // The server delivers all earlier messages before this one.
+        const END: &str = "end";
         cmd("PUBLISH")
             .arg(&self.channel)
             .arg(END)
             .exec(publisher)
             .unwrap();
-        let mut heard = Vec::new();
+        let mut messages = Vec::new();
         loop {
             let message: Vec<String> =
                 redis::from_redis_value(self.connection.recv_response().unwrap()).unwrap();
             assert_eq!(message[..2], ["message".to_owned(), self.channel.clone()]);
             if message[2] == END {
-                return heard;
+                return messages;
             }
-            heard.push(message[2].clone());
+            messages.push(message[2].clone());
         }
     }
 }
 
 #[test]
-fn acquire_answers_what_its_header_lists() {
+fn acquire_answers_match_its_header() {
     let mut bench = Bench::new();
     let name = &unique("acquire");
 
@@ -254,28 +254,28 @@ fn acquire_answers_what_its_header_lists() {
     assert_eq!(code, 0);
     let pttl: i64 = pttl.parse().unwrap();
     assert!(pttl > LEASE - SLACK && pttl <= LEASE, "{pttl}");
-    bench.do_(&["PERSIST", name]);
+    bench.execute(&["PERSIST", name]);
     assert_eq!(bench.acquire(name, OTHER, "0", "1"), answer(0, -1));
     assert_eq!(bench.content(name), held(ME, 2));
-    assert_eq!(bench.pttl(name), -1, "a stranger mends no expiry");
+    assert_eq!(bench.pttl(name), -1, "another owner restored the expiry");
 
     assert_eq!(bench.acquire(name, ME, "3", "4"), answer(2, 2));
     assert_eq!(bench.acquire(name, ME, "0", "1"), answer(2, 2));
     assert_eq!((bench.content(name), bench.pttl(name)), (held(ME, 2), -1));
-    bench.do_(&["DEL", name]);
+    bench.execute(&["DEL", name]);
     assert_eq!(bench.acquire(name, ME, "1", "2"), answer(2, 0));
     assert_eq!(bench.content(name), Content::Absent);
 }
 
 #[test]
-fn acquire_writes_the_target_over_the_count_before_and_over_nothing_else() {
+fn acquire_writes_target_only_over_expected_count() {
     let mut bench = Bench::new();
     let name = &unique("acquire");
     for stored in 0..=3 {
         for (before, target) in
             (0..=3).flat_map(|before| (1..=4).map(move |target| (before, target)))
         {
-            bench.do_(&["DEL", name]);
+            bench.execute(&["DEL", name]);
             if stored > 0 {
                 bench.put(name, ME, &stored.to_string(), Some(LEASE));
             }
@@ -284,7 +284,7 @@ fn acquire_writes_the_target_over_the_count_before_and_over_nothing_else() {
             } else {
                 (answer(2, stored), stored)
             };
-            let case = format!("{stored} is there, {target} over {before}");
+            let case = format!("stored count {stored}, {target} over {before}");
             assert_eq!(
                 bench.acquire(name, ME, &before.to_string(), &target.to_string()),
                 expected,
@@ -301,10 +301,10 @@ fn acquire_writes_the_target_over_the_count_before_and_over_nothing_else() {
 }
 
 #[test]
-fn release_answers_what_its_header_lists() {
+fn release_answers_match_its_header() {
     let mut bench = Bench::new();
     let name = &unique("release");
-    let mut listener = Listener::new(&bench.server, name);
+    let mut subscriber = Subscriber::new(&bench.server, name);
 
     bench.put(name, ME, "3", Some(SHORT));
     assert_eq!(bench.release(name, ME, "2"), answer(0, 2));
@@ -315,25 +315,25 @@ fn release_answers_what_its_header_lists() {
     assert_eq!(bench.release(name, OTHER, "1"), answer(2, 0));
     assert_eq!(bench.content(name), held(ME, 2));
     assert_eq!(
-        listener.heard(&mut bench.connection),
+        subscriber.received(&mut bench.connection),
         [""; 0],
-        "the lock was never free"
+        "the lock was not free"
     );
 
     assert_eq!(bench.release(name, ME, "0"), answer(1, 0));
     assert_eq!(bench.content(name), Content::Absent);
-    assert_eq!(listener.heard(&mut bench.connection), ["0"]);
+    assert_eq!(subscriber.received(&mut bench.connection), ["0"]);
     assert_eq!(bench.release(name, ME, "0"), answer(2, 0));
     assert_eq!(bench.release(name, ME, "1"), answer(2, 0));
-    assert_eq!(listener.heard(&mut bench.connection), [""; 0]);
+    assert_eq!(subscriber.received(&mut bench.connection), [""; 0]);
 }
 
 #[test]
-fn release_lowers_the_count_and_never_raises_it() {
+fn release_never_raises_count() {
     let mut bench = Bench::new();
     let name = &unique("release");
     for (stored, leave) in (0..=3).flat_map(|stored| (0..=4).map(move |leave| (stored, leave))) {
-        bench.do_(&["DEL", name]);
+        bench.execute(&["DEL", name]);
         if stored > 0 {
             bench.put(name, ME, &stored.to_string(), Some(LEASE));
         }
@@ -346,7 +346,7 @@ fn release_lowers_the_count_and_never_raises_it() {
         assert_eq!(
             bench.release(name, ME, &leave.to_string()),
             expected,
-            "{stored} is there, to leave {leave}"
+            "stored count {stored}, to leave {leave}"
         );
         let content = if left == 0 {
             Content::Absent
@@ -356,13 +356,13 @@ fn release_lowers_the_count_and_never_raises_it() {
         assert_eq!(
             bench.content(name),
             content,
-            "{stored} is there, to leave {leave}"
+            "stored count {stored}, to leave {leave}"
         );
     }
 }
 
 #[test]
-fn renew_answers_what_its_header_lists() {
+fn renew_answers_match_its_header() {
     let mut bench = Bench::new();
     let name = &unique("renew");
     assert_eq!(bench.renew(name, ME, LEASE), answer(0, 0));
@@ -376,33 +376,33 @@ fn renew_answers_what_its_header_lists() {
 }
 
 #[test]
-fn force_unlock_answers_what_its_header_lists() {
+fn force_unlock_answers_match_its_header() {
     let mut bench = Bench::new();
     let name = &unique("force");
-    let mut listener = Listener::new(&bench.server, name);
+    let mut subscriber = Subscriber::new(&bench.server, name);
     assert_eq!(bench.force_unlock(name), answer(0, 0));
-    assert_eq!(listener.heard(&mut bench.connection), [""; 0]);
+    assert_eq!(subscriber.received(&mut bench.connection), [""; 0]);
     for expiry in [Some(LEASE), None] {
         bench.put(name, OTHER, "4", expiry);
         assert_eq!(bench.force_unlock(name), answer(1, 0));
         assert_eq!(bench.content(name), Content::Absent);
-        assert_eq!(listener.heard(&mut bench.connection), ["0"]);
-        // Of one owner, and of nobody else.
+        assert_eq!(subscriber.received(&mut bench.connection), ["0"]);
+        // With an owner given, only that owner's hold is freed.
         bench.put(name, OTHER, "4", expiry);
-        assert_eq!(bench.force_out(name, ME), answer(0, 0));
+        assert_eq!(bench.force_unlock_owner(name, ME), answer(0, 0));
         assert_eq!(bench.content(name), held(OTHER, 4));
-        assert_eq!(bench.force_out(name, OTHER), answer(1, 0));
-        assert_eq!(bench.force_out(name, OTHER), answer(0, 0));
-        assert_eq!(listener.heard(&mut bench.connection), ["0"]);
+        assert_eq!(bench.force_unlock_owner(name, OTHER), answer(1, 0));
+        assert_eq!(bench.force_unlock_owner(name, OTHER), answer(0, 0));
+        assert_eq!(subscriber.received(&mut bench.connection), ["0"]);
     }
-    bench.do_(&["SET", name, "text"]);
+    bench.execute(&["SET", name, "text"]);
     assert_eq!(bench.force_unlock(name).0, 3);
     assert_eq!(bench.content(name), Content::Other("text".into()));
-    assert_eq!(listener.heard(&mut bench.connection), [""; 0]);
+    assert_eq!(subscriber.received(&mut bench.connection), [""; 0]);
 }
 
 #[test]
-fn count_answers_what_its_header_lists_and_changes_nothing() {
+fn count_answers_match_its_header_and_change_nothing() {
     let mut bench = Bench::new();
     let name = &unique("count");
     assert_eq!(bench.count(name, ME), answer(1, 0));
@@ -410,7 +410,7 @@ fn count_answers_what_its_header_lists_and_changes_nothing() {
     for (stored, expiry) in [
         ("1", Some(LEASE)),
         ("7", None),
-        (MOST, Some(LEASE)),
+        (MAX_COUNT, Some(LEASE)),
         ("many", None),
     ] {
         bench.put(name, ME, stored, expiry);
@@ -422,10 +422,10 @@ fn count_answers_what_its_header_lists_and_changes_nothing() {
 }
 
 #[test]
-fn a_script_that_is_sent_twice_leaves_what_it_left_once() {
+fn repeated_script_call_changes_nothing() {
     let mut bench = Bench::new();
     let name = &unique("twice");
-    let mut listener = Listener::new(&bench.server, name);
+    let mut subscriber = Subscriber::new(&bench.server, name);
     let lease = LEASE.to_string();
     let shorter = (LEASE / 2).to_string();
     let channel = &channel(name);
@@ -444,14 +444,14 @@ fn a_script_that_is_sent_twice_leaves_what_it_left_once() {
         (FORCE_UNLOCK, &["", channel]),
         (FORCE_UNLOCK, &[ME, channel]),
     ];
-    for stored in [None, Some("1"), Some("2"), Some("many"), Some(MOST)] {
+    for stored in [None, Some("1"), Some("2"), Some("many"), Some(MAX_COUNT)] {
         for expiry in [Some(SHORT), Some(2 * LEASE), None] {
             for (script, row) in calls {
                 let case = format!(
                     "{stored:?} with {expiry:?} ms: {} {row:?}",
                     script.lines().next().unwrap()
                 );
-                bench.do_(&["DEL", name]);
+                bench.execute(&["DEL", name]);
                 if let Some(count) = stored {
                     bench.put(name, ME, count, expiry);
                 }
@@ -462,7 +462,7 @@ fn a_script_that_is_sent_twice_leaves_what_it_left_once() {
                 let again = bench.pttl(name);
                 match pttl {
                     ..0 => assert_eq!(again, pttl, "{case}"),
-                    // What is left runs down meanwhile, and the owner's calls fill it up again.
+                    // The expiry runs down between the calls, and the owner's calls restore it.
                     0.. => {
                         assert!(
                             again > pttl - SLACK && again <= pttl.max(LEASE),
@@ -472,14 +472,18 @@ fn a_script_that_is_sent_twice_leaves_what_it_left_once() {
                 }
                 let freed = stored.is_some() && content == Content::Absent;
                 let expected: &[&str] = if freed { &["0"] } else { &[] };
-                assert_eq!(listener.heard(&mut bench.connection), expected, "{case}");
+                assert_eq!(
+                    subscriber.received(&mut bench.connection),
+                    expected,
+                    "{case}"
+                );
             }
         }
     }
 }
 
 #[test]
-fn an_expiry_that_is_missing_is_mended_by_the_owners_calls() {
+fn missing_expiry_is_restored_by_owners_calls() {
     let mut bench = Bench::new();
     let name = &unique("mended");
     let calls: [fn(&mut Bench, &str) -> Answer; 4] = [
@@ -496,7 +500,7 @@ fn an_expiry_that_is_missing_is_mended_by_the_owners_calls() {
 }
 
 #[test]
-fn an_expiry_is_never_shortened() {
+fn expiry_is_never_shortened() {
     let mut bench = Bench::new();
     let name = &unique("shortened");
     let calls: [fn(&mut Bench, &str) -> Answer; 5] = [
@@ -511,7 +515,7 @@ fn an_expiry_is_never_shortened() {
         assert!(call(&mut bench, name).0 < 2, "call {at}");
         bench.assert_expiry(name, LEASE);
     }
-    // Nor by those who are told no.
+    // Nor by calls that are refused.
     bench.put(name, ME, "2", Some(LEASE));
     assert_eq!(bench.acquire_for(name, OTHER, 1, "0", "1").0, 0);
     assert_eq!(bench.acquire_for(name, ME, 1, "7", "8").0, 2);
@@ -522,13 +526,13 @@ fn an_expiry_is_never_shortened() {
 }
 
 #[test]
-fn a_key_of_another_type_is_refused_and_stays() {
+fn key_of_another_type_is_refused_and_kept() {
     let mut bench = Bench::new();
     let name = &unique("type");
     for expiry in [Some(LEASE), None] {
-        bench.do_(&["SET", name, "text"]);
+        bench.execute(&["SET", name, "text"]);
         if let Some(expiry) = expiry {
-            bench.do_(&["PEXPIRE", name, &expiry.to_string()]);
+            bench.execute(&["PEXPIRE", name, &expiry.to_string()]);
         }
         let answers = [
             bench.acquire(name, ME, "0", "1"),
@@ -552,7 +556,7 @@ fn a_key_of_another_type_is_refused_and_stays() {
 }
 
 #[test]
-fn a_count_that_is_no_number_is_left_alone_until_it_is_freed() {
+fn non_numeric_count_is_kept_until_freed() {
     let mut bench = Bench::new();
     let name = &unique("number");
     for count in ["many", "", "-", "1.5x"] {
@@ -572,81 +576,85 @@ fn a_count_that_is_no_number_is_left_alone_until_it_is_freed() {
 }
 
 #[test]
-fn a_count_at_the_limit_overflows_nowhere() {
+fn count_at_limit_never_overflows() {
     let mut bench = Bench::new();
     let name = &unique("limit");
     let below = "9223372036854775806";
-    bench.put(name, ME, MOST, Some(LEASE));
-    assert_eq!(bench.acquire(name, ME, "0", "1"), answer(2, MOST));
-    assert_eq!(bench.acquire(name, ME, "1", "2"), answer(2, MOST));
-    assert_eq!(bench.content(name), held(ME, MOST));
+    bench.put(name, ME, MAX_COUNT, Some(LEASE));
+    assert_eq!(bench.acquire(name, ME, "0", "1"), answer(2, MAX_COUNT));
+    assert_eq!(bench.acquire(name, ME, "1", "2"), answer(2, MAX_COUNT));
+    assert_eq!(bench.content(name), held(ME, MAX_COUNT));
     assert_eq!(bench.release(name, ME, below), answer(0, below));
     assert_eq!(bench.content(name), held(ME, below));
-    assert_eq!(bench.acquire(name, ME, below, MOST), answer(1, MOST));
-    assert_eq!(bench.content(name), held(ME, MOST));
+    assert_eq!(
+        bench.acquire(name, ME, below, MAX_COUNT),
+        answer(1, MAX_COUNT)
+    );
+    assert_eq!(bench.content(name), held(ME, MAX_COUNT));
     assert_eq!(bench.release(name, ME, "1"), answer(0, 1));
-    bench.put(name, ME, MOST, Some(LEASE));
+    bench.put(name, ME, MAX_COUNT, Some(LEASE));
     assert_eq!(bench.release(name, ME, "0"), answer(1, 0));
     assert_eq!(bench.content(name), Content::Absent);
 }
 
 #[test]
-fn a_count_near_the_limit_is_not_raised_by_a_release() {
+fn count_near_limit_is_not_raised_by_release() {
     let mut bench = Bench::new();
     let name = &unique("limit");
     let below = "9223372036854775806";
     bench.put(name, ME, below, Some(LEASE));
-    assert_eq!(bench.release(name, ME, MOST), answer(2, below));
+    assert_eq!(bench.release(name, ME, MAX_COUNT), answer(2, below));
     assert_eq!(bench.content(name), held(ME, below));
 }
 
 #[test]
-fn in_a_batch_each_lock_stands_on_its_own() {
+fn batch_handles_each_lock_independently() {
     const LOCKS: usize = 100;
-    const WRONG: usize = 41;
-    const STRANGE: usize = 73;
+    const WRONG_TYPE: usize = 41;
+    const OTHER_OWNER: usize = 73;
     let mut bench = Bench::new();
     let names: Vec<String> = (0..LOCKS).map(|_| unique("batch")).collect();
     let channels: Vec<String> = names.iter().map(|name| channel(name)).collect();
     let (lease, longer) = (LEASE.to_string(), (2 * LEASE).to_string());
-    let mut listener = Listener::new(&bench.server, &names[WRONG + 1]);
-    bench.do_(&["SET", &names[WRONG], "text"]);
-    bench.put(&names[STRANGE], OTHER, "1", Some(LEASE));
-    let mut all = |script: &str, row: &dyn Fn(usize) -> Vec<String>, good: Answer, strange: i64| {
-        let rows: Vec<Vec<String>> = (0..LOCKS).map(row).collect();
-        let rows: Vec<Vec<&str>> = rows
-            .iter()
-            .map(|row| row.iter().map(String::as_str).collect())
-            .collect();
-        let rows: Vec<(&str, &[&str])> = names
-            .iter()
-            .zip(&rows)
-            .map(|(name, row)| (name.as_str(), row.as_slice()))
-            .collect();
-        for (at, answer) in bench.eval(script, &rows).into_iter().enumerate() {
-            match at {
-                WRONG => assert_eq!(answer.0, 3, "{answer:?}"),
-                STRANGE => assert_eq!(answer.0, strange, "{answer:?}"),
-                _ => assert_eq!(answer, good, "lock {at}"),
+    let mut subscriber = Subscriber::new(&bench.server, &names[WRONG_TYPE + 1]);
+    bench.execute(&["SET", &names[WRONG_TYPE], "text"]);
+    bench.put(&names[OTHER_OWNER], OTHER, "1", Some(LEASE));
+    let mut check =
+        |script: &str, row: &dyn Fn(usize) -> Vec<String>, good: Answer, other_owner: i64| {
+            let rows: Vec<Vec<String>> = (0..LOCKS).map(row).collect();
+            let rows: Vec<Vec<&str>> = rows
+                .iter()
+                .map(|row| row.iter().map(String::as_str).collect())
+                .collect();
+            let rows: Vec<(&str, &[&str])> = names
+                .iter()
+                .zip(&rows)
+                .map(|(name, row)| (name.as_str(), row.as_slice()))
+                .collect();
+            for (at, answer) in bench.eval(script, &rows).into_iter().enumerate() {
+                match at {
+                    WRONG_TYPE => assert_eq!(answer.0, 3, "{answer:?}"),
+                    OTHER_OWNER => assert_eq!(answer.0, other_owner, "{answer:?}"),
+                    _ => assert_eq!(answer, good, "lock {at}"),
+                }
             }
-        }
-    };
+        };
     let owned = |row: &[&str]| row.iter().map(|&part| part.to_owned()).collect::<Vec<_>>();
-    all(
+    check(
         ACQUIRE,
         &|_| owned(&[ME, &lease, "0", "1"]),
         answer(1, 1),
         0,
     );
-    all(
+    check(
         ACQUIRE,
         &|_| owned(&[ME, &lease, "1", "2"]),
         answer(1, 2),
         0,
     );
-    all(COUNT, &|_| owned(&[ME]), answer(1, 2), 1);
-    all(RENEW, &|_| owned(&[ME, &longer]), answer(1, 0), 0);
-    all(
+    check(COUNT, &|_| owned(&[ME]), answer(1, 2), 1);
+    check(RENEW, &|_| owned(&[ME, &longer]), answer(1, 0), 0);
+    check(
         RELEASE,
         &|at| owned(&[ME, &channels[at], &lease, "1"]),
         answer(0, 1),
@@ -654,15 +662,15 @@ fn in_a_batch_each_lock_stands_on_its_own() {
     );
     for (at, name) in names.iter().enumerate() {
         match at {
-            WRONG => assert_eq!(bench.content(name), Content::Other("text".into())),
-            STRANGE => assert_eq!(bench.content(name), held(OTHER, 1)),
+            WRONG_TYPE => assert_eq!(bench.content(name), Content::Other("text".into())),
+            OTHER_OWNER => assert_eq!(bench.content(name), held(OTHER, 1)),
             _ => {
                 assert_eq!(bench.content(name), held(ME, 1));
                 bench.assert_expiry(name, 2 * LEASE);
             }
         }
     }
-    let mut all = |script: &str, row: &dyn Fn(usize) -> Vec<String>| {
+    let mut call = |script: &str, row: &dyn Fn(usize) -> Vec<String>| {
         let rows: Vec<Vec<String>> = (0..LOCKS).map(row).collect();
         let rows: Vec<Vec<&str>> = rows
             .iter()
@@ -675,21 +683,21 @@ fn in_a_batch_each_lock_stands_on_its_own() {
             .collect();
         bench.eval(script, &rows)
     };
-    let freed = all(RELEASE, &|at| owned(&[ME, &channels[at], &lease, "0"]));
+    let freed = call(RELEASE, &|at| owned(&[ME, &channels[at], &lease, "0"]));
     assert_eq!(
         freed.iter().filter(|answer| answer.0 == 1).count(),
         LOCKS - 2
     );
-    let freed = all(FORCE_UNLOCK, &|at| owned(&["", &channels[at]]));
+    let freed = call(FORCE_UNLOCK, &|at| owned(&["", &channels[at]]));
     assert_eq!(
         freed.iter().filter(|answer| answer.0 == 1).count(),
         1,
-        "the strange one only"
+        "only the lock of the other owner"
     );
-    assert_eq!((freed[STRANGE].0, freed[WRONG].0), (1, 3));
-    assert_eq!(listener.heard(&mut bench.connection), ["0"]);
+    assert_eq!((freed[OTHER_OWNER].0, freed[WRONG_TYPE].0), (1, 3));
+    assert_eq!(subscriber.received(&mut bench.connection), ["0"]);
     let left: Vec<String> = bench.run(&["KEYS", "*"]);
-    assert_eq!(left, [names[WRONG].clone()]);
+    assert_eq!(left, [names[WRONG_TYPE].clone()]);
 }
 
 /// A connection of a user with all rights but these.
@@ -699,7 +707,7 @@ fn user(bench: &mut Bench, rules: &[&str]) -> Connection {
         "ACL", "SETUSER", &name, "on", ">secret", "~*", "&*", "+@all",
     ];
     all.extend(rules);
-    bench.do_(&all);
+    bench.execute(&all);
     let mut connection = bench.server.connection();
     cmd("AUTH")
         .arg(&name)
@@ -710,7 +718,7 @@ fn user(bench: &mut Bench, rules: &[&str]) -> Connection {
 }
 
 #[test]
-fn a_publish_that_is_refused_does_not_keep_the_lock() {
+fn refused_publish_still_frees_lock() {
     let mut bench = Bench::new();
     for rules in [["resetchannels", "&other"], ["-publish", "-pubsub"]] {
         let mut user = user(&mut bench, &rules);
@@ -738,7 +746,7 @@ fn a_publish_that_is_refused_does_not_keep_the_lock() {
 }
 
 #[test]
-fn a_user_who_may_not_set_an_expiry_takes_no_hold() {
+fn acquire_without_pexpire_right_takes_no_hold() {
     let mut bench = Bench::new();
     let mut user = user(&mut bench, &["-pexpire"]);
     let name = &unique("acl");
@@ -748,7 +756,7 @@ fn a_user_who_may_not_set_an_expiry_takes_no_hold() {
     assert_eq!(
         bench.content(name),
         Content::Absent,
-        "a lock that nobody would ever free"
+        "the lock would never expire"
     );
     for expiry in [Some(SHORT), None] {
         bench.put(name, ME, "1", expiry);
@@ -766,7 +774,7 @@ fn a_user_who_may_not_set_an_expiry_takes_no_hold() {
 }
 
 #[test]
-fn a_user_who_may_not_write_is_refused_and_changes_nothing() {
+fn calls_without_write_right_change_nothing() {
     let mut bench = Bench::new();
     let mut user = user(&mut bench, &["-@write"]);
     let name = &unique("acl");
@@ -799,13 +807,13 @@ fn a_user_who_may_not_write_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_server_without_memory_refuses_and_loses_nothing() {
+fn server_without_memory_refuses_acquire_and_keeps_locks() {
     let mut bench = Bench::new();
     let (name, free) = (&unique("oom"), &unique("oom"));
-    // More than the lease, so that no expiry has to be set before the refusal.
+    // Longer than the lease, so that the script sets no expiry before the refusal.
     bench.put(name, ME, "2", Some(2 * LEASE));
-    bench.do_(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]);
-    bench.do_(&["CONFIG", "SET", "maxmemory", "1"]);
+    bench.execute(&["CONFIG", "SET", "maxmemory-policy", "noeviction"]);
+    bench.execute(&["CONFIG", "SET", "maxmemory", "1"]);
     let refused = |answer: Answer| {
         assert_eq!(answer.0, 3, "{answer:?}");
         assert!(answer.1.contains("OOM"), "{answer:?}");
@@ -815,14 +823,14 @@ fn a_server_without_memory_refuses_and_loses_nothing() {
     refused(bench.acquire(name, ME, "2", "3"));
     assert_eq!(bench.content(name), held(ME, 2));
     bench.assert_expiry(name, 2 * LEASE);
-    // What needs no memory goes on: leases are kept alive, and locks are freed.
+    // Calls that need no memory work: renewals and releases.
     assert_eq!(bench.count(name, ME), answer(1, 2));
     assert_eq!(bench.renew(name, ME, 3 * LEASE), answer(1, 0));
     bench.assert_expiry(name, 3 * LEASE);
-    // A release that leaves holds shrinks nothing, but is let through: it writes the expiry first.
+    // A release that leaves holds frees no memory, but is allowed: it writes the expiry first.
     assert_eq!(bench.release(name, ME, "1"), answer(0, 1));
     assert_eq!(bench.content(name), held(ME, 1));
-    // Once it has set the expiry, a script may go on in spite of the memory: then it says so.
+    // A script that has set the expiry may continue without free memory; then it returns code 1.
     let (code, detail) = bench.acquire_for(name, ME, 4 * LEASE, "1", "2");
     match code {
         1 => assert_eq!((detail.as_str(), bench.content(name)), ("2", held(ME, 2))),
@@ -834,7 +842,7 @@ fn a_server_without_memory_refuses_and_loses_nothing() {
 }
 
 #[test]
-fn names_and_owners_are_taken_byte_by_byte() {
+fn names_are_used_byte_for_byte() {
     let mut bench = Bench::new();
     for name in [
         " ",

@@ -1,5 +1,5 @@
-//! The end of a client: by its shutdown, or with its last handle. No task, connection or
-//! subscription outlives it.
+//! The end of a client, by `shutdown` or with its last handle: pending releases are finished, and
+//! no task, connection or subscription is left.
 
 use std::future::Future;
 use std::time::{Duration, Instant};
@@ -20,13 +20,13 @@ fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// Connections to the server, the one that asks left out.
+/// Connections to the server, except the observer's own.
 fn connections(redis: &mut redis::Connection) -> usize {
     let list: String = redis::cmd("CLIENT").arg("LIST").query(redis).unwrap();
     list.lines().count() - 1
 }
 
-/// A runtime of its own, so that its tasks can be counted.
+/// A separate runtime, so that its tasks can be counted.
 fn runtime() -> Runtime {
     Builder::new_multi_thread()
         .worker_threads(2)
@@ -35,8 +35,8 @@ fn runtime() -> Runtime {
         .unwrap()
 }
 
-/// Runs it on a runtime of its own, and waits until no task and no connection of it is left.
-fn leaves_nothing<F: Future>(server: &Server, future: F) -> F::Output {
+/// Runs the future on a separate runtime, and waits until no task and no connection of it is left.
+fn assert_leaves_nothing<F: Future>(server: &Server, future: F) -> F::Output {
     let runtime = runtime();
     let output = runtime.block_on(future);
     let mut redis = server.connection();
@@ -51,40 +51,42 @@ fn leaves_nothing<F: Future>(server: &Server, future: F) -> F::Output {
 }
 
 #[test]
-fn a_shutdown_leaves_no_task_no_connection_and_no_subscription() {
+fn shutdown_leaves_no_task_connection_or_subscription() {
     let server = Server::start();
-    let kept = leaves_nothing(&server, async {
+    let kept = assert_leaves_nothing(&server, async {
         let client = LockClient::connect(&server.url()).await.unwrap();
         let lock = client.lock(unique("stock"));
         let guard = lock.lock().await.unwrap();
         let waiter = tokio::spawn(lock.lock().into_future());
         let mut redis = server.connection();
-        wait_until("the waiter listens", SOON, || channels(&mut redis) == 1);
+        wait_until("the waiter is subscribed", SOON, || {
+            channels(&mut redis) == 1
+        });
         assert_eq!(connections(&mut redis), 2);
         timeout(SOON, client.shutdown())
             .await
-            .expect("it hangs")
+            .expect("the shutdown hangs")
             .unwrap();
-        // As soon as the server notices, though the handles are still there.
+        // They are closed although handles of the client exist.
         wait_until("the connections are closed", ms(1_000), || {
             connections(&mut redis) == 0
         });
         assert_eq!(
             timeout(SOON, waiter)
                 .await
-                .expect("it hangs")
+                .expect("the waiter hangs")
                 .unwrap()
                 .unwrap_err(),
             Error::Closed
         );
-        // Handles that are still there keep nothing alive.
+        // Handles that still exist keep nothing alive.
         (client, lock, guard)
     });
     drop(kept);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shutdown_ends_all_waiting() {
+async fn shutdown_ends_all_waits() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::connect(&server.url()).await.unwrap();
@@ -97,12 +99,12 @@ async fn a_shutdown_ends_all_waiting() {
                 match number % 3 {
                     0 => lock.lock().await.map(drop),
                     1 => lock.try_lock_for(10 * SOON).await.map(drop),
-                    _ => lock.run(async { panic!("nobody unlocked") }).await,
+                    _ => lock.run(async { panic!("the lock was not free") }).await,
                 }
             })
         })
         .collect();
-    wait_until("they wait", SOON, || channels(&mut redis) == 1);
+    wait_until("a waiter is subscribed", SOON, || channels(&mut redis) == 1);
     client.shutdown().await.unwrap();
     for waiter in waiters {
         assert_eq!(
@@ -116,7 +118,7 @@ async fn a_shutdown_ends_all_waiting() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shutdown_finishes_pending_releases() {
+async fn shutdown_finishes_pending_releases() {
     const LOCKS: usize = 200;
     let server = Server::start();
     let mut redis = server.connection();
@@ -126,7 +128,7 @@ async fn a_shutdown_finishes_pending_releases() {
         guards.push(client.lock(unique("stock")).lock().await.unwrap());
     }
     assert_eq!(redis::cmd("DBSIZE").query(&mut redis), Ok(LOCKS));
-    // Some dropped, some begun and dropped, some begun and awaited meanwhile.
+    // Some guards are dropped, some unlocks are dropped after one poll, some are awaited.
     let mut unlocks = Vec::new();
     for (number, guard) in guards.into_iter().enumerate() {
         match number % 3 {
@@ -138,7 +140,7 @@ async fn a_shutdown_finishes_pending_releases() {
     client.shutdown().await.unwrap();
     assert_eq!(redis::cmd("DBSIZE").query(&mut redis), Ok(0));
     for unlock in unlocks {
-        // One that had not begun when the client ended hears that its hold was lost with it.
+        // An unlock that had not begun before the shutdown reports that its hold was lost.
         let outcome = timeout(SOON, unlock)
             .await
             .expect("an unlock hangs")
@@ -158,7 +160,7 @@ async fn a_shutdown_finishes_pending_releases() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn holds_that_are_alive_at_a_shutdown_are_lost_and_keep_others_out_for_their_lease() {
+async fn shutdown_loses_guards_and_leaves_keys_for_their_lease() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -183,7 +185,7 @@ async fn holds_that_are_alive_at_a_shutdown_are_lost_and_keep_others_out_for_the
     assert_eq!(
         timeout(SOON, lost)
             .await
-            .expect("the loss was never told")
+            .expect("the loss was not reported")
             .unwrap(),
         LostReason::Shutdown
     );
@@ -199,10 +201,12 @@ async fn holds_that_are_alive_at_a_shutdown_are_lost_and_keep_others_out_for_the
     );
     assert!(
         pttl(&mut redis, &name) > 0,
-        "it was given up while its code may still run"
+        "the key was deleted while the code of its guard may still run"
     );
-    // And not renewed.
-    wait_until("its lease is over", SOON, || pttl(&mut redis, &name) == -2);
+    // The shutdown ends the renewal.
+    wait_until("its lease has expired", SOON, || {
+        pttl(&mut redis, &name) == -2
+    });
     assert!(matches!(
         guard.unlock().await,
         Err(Error::Lost {
@@ -213,7 +217,7 @@ async fn holds_that_are_alive_at_a_shutdown_are_lost_and_keep_others_out_for_the
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn after_a_shutdown_every_operation_says_closed() {
+async fn operations_after_shutdown_return_closed() {
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
@@ -227,7 +231,7 @@ async fn after_a_shutdown_every_operation_says_closed() {
         assert_eq!(lock.lock().await.unwrap_err(), Error::Closed);
         assert_eq!(lock.try_lock().await.unwrap_err(), Error::Closed);
         assert_eq!(
-            lock.run(async { panic!("ran after the end") }).await,
+            lock.run(async { panic!("ran after the shutdown") }).await,
             Err::<(), _>(Error::Closed)
         );
         assert_eq!(
@@ -243,9 +247,9 @@ async fn after_a_shutdown_every_operation_says_closed() {
 }
 
 #[test]
-fn a_client_ends_with_its_last_handle() {
+fn client_ends_with_last_handle() {
     let server = Server::start();
-    leaves_nothing(&server, async {
+    assert_leaves_nothing(&server, async {
         let client = LockClient::connect(&server.url()).await.unwrap();
         let lock = client.lock(unique("stock"));
         lock.lock().await.unwrap().unlock().await.unwrap();
@@ -258,7 +262,7 @@ fn a_client_ends_with_its_last_handle() {
 }
 
 #[test]
-fn a_client_ends_with_its_last_guard_which_is_given_back_first() {
+fn client_ends_with_last_guard_after_its_release() {
     let server = Server::start();
     let mut redis = server.connection();
     let name = unique("stock");
@@ -272,22 +276,22 @@ fn a_client_ends_with_its_last_guard_which_is_given_back_first() {
                 .unwrap();
             client.lock(&name).lock().await.unwrap()
         });
-        // Still renewed.
+        // The guard alone keeps the renewal running.
         let begun = Instant::now();
         while begun.elapsed() < ms(3_000) {
             assert!(
                 pttl(&mut redis, &name) > 0,
-                "it was let go after {:?}",
+                "the key expired after {:?}",
                 begun.elapsed()
             );
             std::thread::sleep(ms(5));
         }
-        // Outside of any runtime.
+        // Outside any runtime.
         drop(guard);
         wait_until("no task is alive", SOON, || {
             runtime.metrics().num_alive_tasks() == 0
         });
-        assert_eq!(pttl(&mut redis, &name), -2, "it was not given back");
+        assert_eq!(pttl(&mut redis, &name), -2, "the lock was not released");
         wait_until("no connection is open", SOON, || {
             connections(&mut redis) == 0
         });
@@ -296,7 +300,7 @@ fn a_client_ends_with_its_last_guard_which_is_given_back_first() {
             client.lock(&name).lock().await.unwrap()
         })
     };
-    // Its runtime has ended: nothing can be given back, and nothing panics or hangs.
+    // Its runtime has ended: the drop releases nothing, and does not panic or hang.
     drop(guard);
     wait_until("no connection is open", SOON, || {
         connections(&mut redis) == 0
@@ -304,7 +308,7 @@ fn a_client_ends_with_its_last_guard_which_is_given_back_first() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shutdown_in_front_of_a_dead_server_comes_to_an_end() {
+async fn shutdown_with_dead_server_ends() {
     let mut server = Server::start();
     let client = LockClient::builder()
         .retry_timeout(ms(1_000))
@@ -318,7 +322,7 @@ async fn a_shutdown_in_front_of_a_dead_server_comes_to_an_end() {
     let begun = Instant::now();
     let outcome = timeout(2 * SOON, client.shutdown())
         .await
-        .expect("it hangs");
+        .expect("the shutdown hangs");
     assert!(
         matches!(
             outcome,
@@ -333,7 +337,7 @@ async fn a_shutdown_in_front_of_a_dead_server_comes_to_an_end() {
 }
 
 #[test]
-fn a_shutdown_in_front_of_a_silent_network_comes_to_an_end() {
+fn shutdown_with_silent_network_ends() {
     let server = Server::start();
     let runtime = runtime();
     let proxy = runtime.block_on(Proxy::start(&server));
@@ -352,7 +356,7 @@ fn a_shutdown_in_front_of_a_silent_network_comes_to_an_end() {
         let begun = Instant::now();
         let outcome = timeout(2 * SOON, client.shutdown())
             .await
-            .expect("it hangs");
+            .expect("the shutdown hangs");
         assert!(
             matches!(
                 outcome,
@@ -387,38 +391,38 @@ fn a_shutdown_in_front_of_a_silent_network_comes_to_an_end() {
     });
 }
 
-/// A request that nobody polls is not over, and never will be. A shutdown waits for it no longer
-/// than for a reply, and does not take it for a release that was not finished.
+/// A request that is not polled never ends. A shutdown waits for it no longer than for a reply, and
+/// does not report it as an unfinished release.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shutdown_beside_a_request_that_nobody_polls_finishes_in_front_of_a_healthy_server() {
+async fn shutdown_with_unpolled_request_succeeds() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::connect(&server.url()).await.unwrap();
-    let (name, parked) = loop {
+    let (name, unpolled) = loop {
         let name = unique("stock");
-        let mut parked = Box::pin(client.lock(&name).lock().into_future());
-        // On a busy machine everything may be done by the end of one poll.
-        if (&mut parked).now_or_never().is_none() {
-            break (name, parked);
+        let mut unpolled = Box::pin(client.lock(&name).lock().into_future());
+        // On a busy machine one poll may complete the request.
+        if (&mut unpolled).now_or_never().is_none() {
+            break (name, unpolled);
         }
     };
-    wait_until("it has run", SOON, || pttl(&mut redis, &name) > 0);
+    wait_until("the lock is granted", SOON, || pttl(&mut redis, &name) > 0);
     assert_eq!(
         timeout(2 * SOON, client.shutdown())
             .await
-            .expect("it hangs"),
+            .expect("the shutdown hangs"),
         Ok(())
     );
-    drop(parked);
+    drop(unpolled);
 }
 
-/// The client has given up its connections, and those that it opened instead are not answered
-/// either, when it is shut down. When the server goes on none of them may come to life.
+/// At the shutdown the client has closed its connections, and the server does not reply on the new
+/// ones. None of them may be left open after the server continues.
 #[test]
-fn a_shutdown_in_front_of_a_paused_server_leaves_no_connection_when_it_goes_on() {
+fn shutdown_with_paused_server_leaves_no_connection() {
     const CLIENTS: usize = 10;
     let server = Server::start();
-    let kept = leaves_nothing(&server, async {
+    let kept = assert_leaves_nothing(&server, async {
         let mut clients = Vec::new();
         for _ in 0..CLIENTS {
             let builder = LockClient::builder()
@@ -427,12 +431,14 @@ fn a_shutdown_in_front_of_a_paused_server_leaves_no_connection_when_it_goes_on()
             clients.push(builder.connect(&server.url()).await.unwrap());
         }
         server.pause();
-        // Beyond the second after which an idle connection is tried out. Nobody can be asked what
-        // has come of that.
+        // Longer than the second after which the client probes an idle connection. The test cannot
+        // observe the probe.
         tokio::time::sleep(ms(1_500)).await;
         for client in &clients {
-            // Nothing has to be released; whether it notices that is another test's affair.
-            let _ = timeout(SOON, client.shutdown()).await.expect("it hangs");
+            // No release is pending. Another test checks the result.
+            let _ = timeout(SOON, client.shutdown())
+                .await
+                .expect("the shutdown hangs");
         }
         server.resume();
         clients
@@ -440,12 +446,12 @@ fn a_shutdown_in_front_of_a_paused_server_leaves_no_connection_when_it_goes_on()
     drop(kept);
 }
 
-/// The connection for calls is being replaced, at any stage of that, when the client is shut down.
+/// The client is shut down at any stage of the replacement of its connection for calls.
 #[test]
-fn a_shutdown_while_the_connection_is_being_replaced_leaves_no_connection() {
+fn shutdown_during_reconnect_leaves_no_connection() {
     const ROUNDS: u64 = 150;
     let server = Server::start();
-    let kept = leaves_nothing(&server, async {
+    let kept = assert_leaves_nothing(&server, async {
         let mut redis = server.connection();
         let mut clients = Vec::new();
         for round in 0..ROUNDS {
@@ -457,7 +463,7 @@ fn a_shutdown_while_the_connection_is_being_replaced_leaves_no_connection() {
             tokio::time::sleep(Duration::from_micros(100 * (round % 75))).await;
             timeout(SOON, client.shutdown())
                 .await
-                .expect("it hangs")
+                .expect("the shutdown hangs")
                 .unwrap();
             clients.push(client);
         }
@@ -467,7 +473,7 @@ fn a_shutdown_while_the_connection_is_being_replaced_leaves_no_connection() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_clone_costs_no_connection() {
+async fn clone_opens_no_connection() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::connect(&server.url()).await.unwrap();

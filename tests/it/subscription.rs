@@ -1,4 +1,4 @@
-//! A channel is subscribed while somebody waits, and not longer.
+//! Subscriptions to the release channel: one exists while a request waits, and not longer.
 
 use std::time::Duration;
 
@@ -22,18 +22,18 @@ fn connections(redis: &mut redis::Connection) -> Vec<String> {
         .collect()
 }
 
-/// The listening connection is killed just before somebody begins to wait, for a short while: about
-/// as long as it takes to connect again, so that the waiter comes and goes before, while and after
-/// the new connection is made.
+/// The connection for wake-ups is killed just before a request begins to wait. The wait is about as
+/// short as the time to connect again, so that it ends before, while or after the new connection is
+/// opened.
 #[tokio::test(flavor = "multi_thread")]
-async fn no_subscription_stays_when_the_listening_connection_was_killed_just_before() {
+async fn wait_after_killed_pubsub_connection_leaves_no_subscription() {
     let server = Server::start();
     let mut redis = server.connection();
     let owner = LockClient::connect(&server.url()).await.unwrap();
     for round in 0..6 {
         let before = connections(&mut redis);
         let client = LockClient::connect(&server.url()).await.unwrap();
-        let listening = connections(&mut redis)
+        let pubsub = connections(&mut redis)
             .into_iter()
             .rfind(|id| !before.contains(id))
             .unwrap();
@@ -41,30 +41,30 @@ async fn no_subscription_stays_when_the_listening_connection_was_killed_just_bef
         let guard = owner.lock(&lock).lock().await.unwrap();
         assert!(
             client.lock(&lock).try_lock().await.unwrap().is_none(),
-            "the test's own condition"
+            "the test needs a held lock"
         );
         let killed: u64 = redis::cmd("CLIENT")
             .arg("KILL")
             .arg("ID")
-            .arg(listening)
+            .arg(pubsub)
             .query(&mut redis)
             .unwrap();
         assert_eq!(killed, 1);
         let _ = timeout(ms(40 + 5 * (round % 4)), client.lock(&lock).lock()).await;
         guard.unlock().await.unwrap();
-        // What is looked for is a subscription that comes late, and that none comes is no event:
-        // only time tells.
+        // A late subscription would be the error. That none arrives is no event, so the test can
+        // only let time pass.
         sleep(ms(1_500)).await;
-        wait_until("nobody waits, and nothing is subscribed", ms(5_000), || {
+        wait_until("no channel is subscribed", ms(5_000), || {
             channels(&mut redis) == 0
         });
         client.shutdown().await.unwrap();
     }
 }
 
-/// While a script runs for long the server refuses SUBSCRIBE, and also to say what is subscribed.
+/// While a script runs for long, the server refuses SUBSCRIBE and PUBSUB.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_subscription_that_a_busy_server_refused_is_made_later() {
+async fn subscription_refused_by_busy_server_is_made_later() {
     let server = Server::start();
     let mut redis = server.connection();
     redis::cmd("CONFIG")
@@ -85,12 +85,14 @@ async fn a_subscription_that_a_busy_server_refused_is_made_later() {
         .lock()
         .await
         .unwrap();
-    // The waiter is told that the lock is held, and its subscription is on its way, when the server
-    // becomes busy.
+    // When the server becomes busy, the waiter knows that the lock is held, and its subscription is
+    // still on its way.
     let before = scripts(&mut redis);
     proxy.set(Way::Replies, Flow::Hold);
     let waiter = rival(&client, &lock);
-    wait_until("it has asked", SOON, || scripts(&mut redis) > before);
+    wait_until("the first attempt has run", SOON, || {
+        scripts(&mut redis) > before
+    });
     proxy.set(Way::Requests, Flow::Hold);
     proxy.set(Way::Replies, Flow::Pass);
     let mut stuck = server.connection();
@@ -105,18 +107,20 @@ async fn a_subscription_that_a_busy_server_refused_is_made_later() {
             .exec(&mut redis)
             .is_err_and(|error| error.code() == Some("BUSY"))
     });
-    let told = proxy.refused();
+    let refused = proxy.refused();
     proxy.set(Way::Requests, Flow::Pass);
-    wait_until("something of the client's was refused", SOON, || {
-        proxy.refused() > told
+    wait_until("a command of the client is refused", SOON, || {
+        proxy.refused() > refused
     });
     redis::cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
     script.join().unwrap().unwrap_err();
-    wait_until("it listens", SOON, || subscribers(&mut redis, &lock) == 1);
+    wait_until("the waiter is subscribed", SOON, || {
+        subscribers(&mut redis, &lock) == 1
+    });
     guard.unlock().await.unwrap();
     timeout(SOON, waiter)
         .await
-        .expect("it sleeps to its re-check")
+        .expect("no wake-up before the re-check")
         .unwrap()
         .1
         .unlock()
@@ -124,9 +128,9 @@ async fn a_subscription_that_a_busy_server_refused_is_made_later() {
         .unwrap();
 }
 
-/// A right that comes back is found out while somebody waits.
+/// The user gets the permission to subscribe while the request waits.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_subscription_that_was_refused_is_made_when_the_right_to_it_is_given() {
+async fn refused_subscription_is_made_once_permitted() {
     let server = Server::start();
     let mut redis = server.connection();
     let mut user = |rules: &[&str]| {
@@ -155,16 +159,18 @@ async fn a_subscription_that_was_refused_is_made_when_the_right_to_it_is_given()
         .unwrap();
     let waiter = rival(&client, &lock);
     let mut other = server.connection();
-    wait_until("it was refused", SOON, || {
+    wait_until("the subscription is refused", SOON, || {
         let log: Vec<redis::Value> = redis::cmd("ACL").arg("LOG").query(&mut other).unwrap();
         !log.is_empty()
     });
     user(&["allchannels"]);
-    wait_until("it listens", SOON, || subscribers(&mut other, &lock) == 1);
+    wait_until("the waiter is subscribed", SOON, || {
+        subscribers(&mut other, &lock) == 1
+    });
     guard.unlock().await.unwrap();
     timeout(SOON, waiter)
         .await
-        .expect("it sleeps to its re-check")
+        .expect("no wake-up before the re-check")
         .unwrap()
         .1
         .unlock()

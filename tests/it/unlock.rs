@@ -1,5 +1,5 @@
-//! `ReentrantLock::unlock` takes what no guard stands for (holds that were forgotten, or that
-//! another client left), and nothing else.
+//! `ReentrantLock::unlock` releases holds without a guard (detached holds, and holds of an earlier
+//! client with the same id), and no other ones.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -16,10 +16,9 @@ fn count(redis: &mut redis::Connection, lock: &str) -> i64 {
     counts.iter().sum()
 }
 
-/// "Holds that belong to a guard are not touched": one hold was handed over, one is a guard's; two
-/// unlocks at once.
+/// One hold is without a guard, one belongs to a guard; two unlocks run at once.
 #[tokio::test]
-async fn unlocks_at_once_leave_the_guards_hold_alone() {
+async fn concurrent_unlocks_keep_guards_hold() {
     let server = Server::shared_or_start();
     let name = unique("stock");
     let id = ClientId::random();
@@ -50,7 +49,7 @@ async fn unlocks_at_once_leave_the_guards_hold_alone() {
         let rival = rival.lock(&name).try_lock().await.unwrap();
         assert!(
             guard.is_lost() || rival.is_none(),
-            "two hold the lock: unlock() took the guard's hold, and the guard knows nothing of it"
+            "two owners hold the lock: unlock() released the guard's hold without notifying it"
         );
         assert!(
             first.is_ok() && matches!(second, Err(Error::NotHeld { .. })),
@@ -61,10 +60,10 @@ async fn unlocks_at_once_leave_the_guards_hold_alone() {
     .await;
 }
 
-/// The same by a careful caller: the first unlock was given up by a time-out ("once begun it is
-/// finished in the background"), so it is asked again.
+/// A caller drops the first unlock after a timeout, which the background finishes, and unlocks
+/// again.
 #[tokio::test]
-async fn an_unlock_that_is_asked_again_after_a_timeout_leaves_the_guards_hold_alone() {
+async fn repeated_unlock_after_timeout_keeps_guards_hold() {
     let server = Server::shared_or_start();
     let name = unique("stock");
     let id = ClientId::random();
@@ -89,20 +88,23 @@ async fn an_unlock_that_is_asked_again_after_a_timeout_leaves_the_guards_hold_al
     let lock = client.lock(&name);
     async {
         let guard = lock.lock().await.unwrap();
-        // Given up by the caller: begun, and dropped before its answer.
+        // The first unlock is dropped after it was sent and before its reply.
         let first = lock.unlock().now_or_never();
         assert!(first.is_none());
         let _ = lock.unlock().await;
         let rival = rival.lock(&name).try_lock().await.unwrap();
-        assert!(guard.is_lost() || rival.is_none(), "two hold the lock");
+        assert!(
+            guard.is_lost() || rival.is_none(),
+            "two owners hold the lock"
+        );
     }
     .with_owner(Owner::from_thread_id(7).unwrap())
     .await;
 }
 
-/// Nothing was handed over at all: an unlock that meets a lock() of the same owner under way.
+/// No hold without a guard exists: an unlock runs while a lock() of the same owner is pending.
 #[tokio::test]
-async fn an_unlock_beside_a_lock_leaves_the_guards_hold_alone() {
+async fn unlock_during_lock_keeps_guards_hold() {
     let server = Server::shared_or_start();
     let name = unique("stock");
     let client = LockClient::connect(&server.url()).await.unwrap();
@@ -112,15 +114,18 @@ async fn an_unlock_beside_a_lock_leaves_the_guards_hold_alone() {
         let (guard, _) = tokio::join!(lock.lock(), lock.unlock());
         let guard = guard.unwrap();
         let rival = rival.lock(&name).try_lock().await.unwrap();
-        assert!(guard.is_lost() || rival.is_none(), "two hold the lock");
+        assert!(
+            guard.is_lost() || rival.is_none(),
+            "two owners hold the lock"
+        );
     }
     .with_owner(Owner::from_thread_id(7).unwrap())
     .await;
 }
 
-/// Three holds without guards, three unlocks at once: each gives one back.
+/// Three holds without guards, three unlocks at once: each releases one.
 #[tokio::test]
-async fn as_many_unlocks_at_once_as_forgotten_holds_free_the_lock() {
+async fn concurrent_unlocks_of_all_detached_holds_free_lock() {
     let server = Server::shared_or_start();
     let name = unique("stock");
     let client = LockClient::connect(&server.url()).await.unwrap();
@@ -142,13 +147,13 @@ async fn as_many_unlocks_at_once_as_forgotten_holds_free_the_lock() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_forgotten_hold_stays_until_the_lock_is_unlocked_in_its_scope() {
+async fn detached_hold_stays_until_unlock_in_its_scope() {
     let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
     let owner = Owner::new();
     let _ = bench.lock.lock().with_owner(owner).await.unwrap().detach();
     let begun = Instant::now();
-    wait_until("the lease would be over", LIMIT, || {
-        assert_eq!(bench.count(), 1, "it is not renewed");
+    wait_until("a lease without renewals would expire", LIMIT, || {
+        assert_eq!(bench.count(), 1, "the lock was not renewed");
         begun.elapsed() > 2 * BRIEF
     });
     assert_not_held(bench.lock.unlock().await);
@@ -159,7 +164,7 @@ async fn a_forgotten_hold_stays_until_the_lock_is_unlocked_in_its_scope() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn forgotten_holds_are_unlocked_one_by_one_and_not_once_more() {
+async fn each_unlock_releases_one_detached_hold() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();
     Owner::scope(async {
@@ -172,7 +177,7 @@ async fn forgotten_holds_are_unlocked_one_by_one_and_not_once_more() {
         lock.unlock().await.unwrap();
         assert_eq!(bench.count(), 1);
         assert_not_held(lock.unlock().await);
-        assert_eq!(bench.count(), 1, "the guard's hold is the guard's");
+        assert_eq!(bench.count(), 1, "only the guard releases its hold");
         guard.unlock().await.unwrap();
         assert_eq!(bench.count(), 0);
         assert_not_held(lock.unlock().await);
@@ -181,7 +186,7 @@ async fn forgotten_holds_are_unlocked_one_by_one_and_not_once_more() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unlocking_without_a_hold_to_give_back_is_refused_before_anything_is_sent() {
+async fn unlock_without_detached_hold_is_refused_unsent() {
     let mut bench = Bench::new().await;
     let owner = Owner::new();
     let guard = bench.lock.lock().with_owner(owner).await.unwrap();
@@ -205,12 +210,12 @@ async fn unlocking_without_a_hold_to_give_back_is_refused_before_anything_is_sen
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_forgotten_hold_that_was_lost_is_told_by_its_unlock() {
+async fn unlock_of_lost_detached_hold_reports_loss() {
     let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
     let lock = bench.lock.clone();
     let owner = Owner::new();
 
-    // Found by the unlock itself.
+    // The unlock itself finds the loss.
     let _ = lock
         .lock()
         .lease(LIMIT)
@@ -221,7 +226,7 @@ async fn a_forgotten_hold_that_was_lost_is_told_by_its_unlock() {
     bench.delete();
     assert_lost(lock.unlock().with_owner(owner).await, LostReason::Gone);
 
-    // Force-unlocked by this client.
+    // This client force-unlocks the lock.
     let _ = lock
         .lock()
         .lease(LIMIT)
@@ -235,7 +240,7 @@ async fn a_forgotten_hold_that_was_lost_is_told_by_its_unlock() {
         LostReason::ForceUnlocked,
     );
 
-    // Found by a renewal.
+    // A renewal finds the loss.
     let guard = lock.lock().with_owner(owner).await.unwrap();
     let lost = guard.lost();
     let _ = guard.detach();
@@ -243,7 +248,7 @@ async fn a_forgotten_hold_that_was_lost_is_told_by_its_unlock() {
     assert_eq!(
         tokio::time::timeout(LIMIT, lost)
             .await
-            .expect("a renewal finds out"),
+            .expect("a renewal did not find the loss"),
         LostReason::Gone
     );
     assert_lost(lock.unlock().with_owner(owner).await, LostReason::Gone);
@@ -251,7 +256,7 @@ async fn a_forgotten_hold_that_was_lost_is_told_by_its_unlock() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_forgotten_hold_that_ran_out_is_told_by_its_unlock() {
+async fn unlock_of_expired_detached_hold_reports_loss() {
     let mut bench = Bench::new().await;
     let owner = Owner::new();
     let _ = bench
@@ -267,7 +272,7 @@ async fn a_forgotten_hold_that_ran_out_is_told_by_its_unlock() {
         bench.lock.unlock().with_owner(owner).await,
         LostReason::Expired,
     );
-    // After that there is nothing more to tell, and the next lock is a new one.
+    // The loss is reported once; the next acquire begins a new tenure.
     bench
         .lock
         .lock()
@@ -280,7 +285,7 @@ async fn a_forgotten_hold_that_ran_out_is_told_by_its_unlock() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_forgotten_hold_that_was_lost_is_remembered_while_its_owner_locks_again() {
+async fn lost_detached_hold_is_remembered_in_next_tenure() {
     let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
     let lock = bench.lock.clone();
     let owner = Owner::new();
@@ -292,19 +297,19 @@ async fn a_forgotten_hold_that_was_lost_is_remembered_while_its_owner_locks_agai
         assert_eq!(
             tokio::time::timeout(LIMIT, lost)
                 .await
-                .expect("a renewal finds out"),
+                .expect("a renewal did not find the loss"),
             LostReason::Gone
         );
     };
     lose_one().await;
-    // Another possession, of a guard: it is not touched, and what was lost is told.
+    // A new tenure, of a guard: unlock reports the earlier loss and does not release it.
     let guard = lock.lock().with_owner(owner).await.unwrap();
     assert_lost(lock.unlock().with_owner(owner).await, LostReason::Gone);
     assert_not_held(lock.unlock().with_owner(owner).await);
     assert!(!guard.is_lost());
     guard.unlock().await.unwrap();
 
-    // One that is there is given back first, so that nothing stays behind.
+    // An existing detached hold is released before the loss of an earlier one is reported.
     lose_one().await;
     let _ = lock.lock().with_owner(owner).await.unwrap().detach();
     lock.unlock().with_owner(owner).await.unwrap();
@@ -313,12 +318,12 @@ async fn a_forgotten_hold_that_was_lost_is_remembered_while_its_owner_locks_agai
     assert_not_held(lock.unlock().with_owner(owner).await);
 }
 
-/// A client remembers the latest thousand: each of them, not only the last of each lock or owner.
+/// A client remembers the latest thousand losses, not only the last one of each lock or owner.
 #[tokio::test(flavor = "multi_thread")]
-async fn forgotten_holds_that_ran_out_are_each_told_within_the_latest_thousand() {
+async fn each_of_900_expired_detached_holds_is_reported() {
     const HOLDS: usize = 900;
     let mut bench = Bench::new().await;
-    let mut forgotten = Vec::new();
+    let mut detached = Vec::new();
     for _ in 0..HOLDS {
         let (lock, owner) = (bench.client.lock(unique("stock")), Owner::new());
         let _ = lock
@@ -328,38 +333,34 @@ async fn forgotten_holds_that_ran_out_are_each_told_within_the_latest_thousand()
             .await
             .unwrap()
             .detach();
-        forgotten.push((lock, owner));
+        detached.push((lock, owner));
     }
-    wait_until("the leases are over", LIMIT, || {
+    wait_until("the leases have expired", LIMIT, || {
         cmd("DBSIZE").query(&mut bench.observer) == Ok(0)
     });
-    for (lock, owner) in forgotten {
+    for (lock, owner) in detached {
         assert_lost(lock.unlock().with_owner(owner).await, LostReason::Expired);
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
+async fn client_with_reused_id_unlocks_earlier_holds() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();
     let owner = Owner::from_thread_id(52).unwrap();
     let _ = lock.lock().with_owner(owner).await.unwrap().detach();
     let _ = lock.lock().with_owner(owner).await.unwrap().detach();
     bench.client.shutdown().await.unwrap();
-    assert_eq!(
-        bench.count(),
-        2,
-        "a shutdown leaves what it cannot prove to be over"
-    );
+    assert_eq!(bench.count(), 2, "a shutdown releases no detached hold");
 
     let id = bench.client.client_id();
-    let heir = LockClient::builder()
+    let successor = LockClient::builder()
         .client_id(id)
         .connect(&bench.server.url())
         .await
         .unwrap();
-    assert_eq!(heir.client_id(), id);
-    let lock = heir.lock(&bench.name);
+    assert_eq!(successor.client_id(), id);
+    let lock = successor.lock(&bench.name);
     assert_not_held(lock.unlock().await);
     assert_not_held(
         lock.unlock()
@@ -368,7 +369,7 @@ async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
     );
     assert!(
         lock.try_lock().await.unwrap().is_none(),
-        "outside the scope it is somebody else's"
+        "outside the scope the lock belongs to another owner"
     );
     async {
         assert_eq!(hold_count(&lock).await.unwrap(), 2);
@@ -378,7 +379,10 @@ async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
         assert_eq!(bench.count(), 2);
         lock.unlock().await.unwrap();
         assert_eq!(bench.count(), 1);
-        assert!(bench.pttl() > 15_000, "what is left gets the lease again");
+        assert!(
+            bench.pttl() > 15_000,
+            "a partial release restores the lease"
+        );
         lock.run(async { assert_eq!(hold_count(&lock).await.unwrap(), 2) })
             .await
             .unwrap();
@@ -392,18 +396,18 @@ async fn a_client_that_adopts_another_ones_id_gives_back_what_that_one_left() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guard_over_inherited_holds_never_takes_what_it_did_not_bring() {
+async fn guard_above_earlier_holds_releases_only_its_own() {
     let mut bench = Bench::new().await;
     let id = ClientId::random();
-    let heir = LockClient::builder()
+    let successor = LockClient::builder()
         .client_id(id)
         .watchdog_timeout(BRIEF)
         .connect(&bench.server.url())
         .await
         .unwrap();
-    let lock = heir.lock(&bench.name);
+    let lock = successor.lock(&bench.name);
     let owner = Owner::from_thread_id(52).unwrap();
-    let inherit = |bench: &mut Bench, count: i64| {
+    let put_earlier_holds = |bench: &mut Bench, count: i64| {
         bench.delete();
         cmd("HSET")
             .arg(&bench.name)
@@ -418,8 +422,8 @@ async fn a_guard_over_inherited_holds_never_takes_what_it_did_not_bring() {
             .unwrap();
     };
 
-    // Dropped, one after the other and the older one first.
-    inherit(&mut bench, 2);
+    // The guards are dropped one after the other, the older one first.
+    put_earlier_holds(&mut bench, 2);
     let one = lock.lock().with_owner(owner).await.unwrap();
     let two = lock.lock().lease(LIMIT).with_owner(owner).await.unwrap();
     assert_eq!(bench.count(), 4);
@@ -428,7 +432,7 @@ async fn a_guard_over_inherited_holds_never_takes_what_it_did_not_bring() {
     drop(two);
     wait_until("both are released", LIMIT, || bench.count() == 2);
 
-    // An inherited hold is given back under a living guard.
+    // An earlier hold is released while a guard exists.
     let guard = lock.lock().with_owner(owner).await.unwrap();
     assert_eq!(bench.count(), 3);
     lock.unlock().with_owner(owner).await.unwrap();
@@ -437,19 +441,18 @@ async fn a_guard_over_inherited_holds_never_takes_what_it_did_not_bring() {
     lock.unlock().with_owner(owner).await.unwrap();
     assert_eq!(bench.count(), 1);
     assert_not_held(lock.unlock().with_owner(owner).await);
-    assert_eq!(bench.count(), 1, "what is left is the guard's");
+    assert_eq!(bench.count(), 1, "the guard's hold is left");
     guard.unlock().await.unwrap();
     assert_eq!(bench.count(), 0);
 
-    // The guard is lost; what the owner inherits after that is not its affair.
-    inherit(&mut bench, 1);
+    // The guard is lost. It must not release holds that the owner gets after the loss.
+    put_earlier_holds(&mut bench, 1);
     let guard = lock.lock().with_owner(owner).await.unwrap();
     bench.delete();
     assert_eq!(why_lost(&guard).await, LostReason::Gone);
-    inherit(&mut bench, 1);
+    put_earlier_holds(&mut bench, 1);
     assert_lost(guard.unlock().await, LostReason::Gone);
-    // The order of the owner's operations makes sure that a give-back of the lost guard would be
-    // over.
+    // The owner's operations are serialized, so a release by the lost guard would have ended here.
     lock.lock()
         .with_owner(owner)
         .await
@@ -461,11 +464,11 @@ async fn a_guard_over_inherited_holds_never_takes_what_it_did_not_bring() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn forgotten_holds_that_are_unlocked_at_once_are_each_given_back() {
+async fn tasks_unlock_detached_holds_concurrently() {
     const HOLDS: usize = 8;
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
-    let lock = client.lock(unique("forgotten"));
+    let lock = client.lock(unique("detached"));
     Owner::scope(async {
         for _ in 0..HOLDS {
             let _ = lock.lock().await.unwrap().detach();

@@ -1,4 +1,5 @@
-//! Waiting: who waits is woken, in its turn, and leaves nothing behind when it goes away.
+//! Waiting for a lock: waiters are woken in the order of the queue, and a dropped request leaves
+//! nothing behind.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -11,19 +12,20 @@ use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LockInfo};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-/// Far more than a handover takes, far less than the leases and re-check intervals in [`patient`].
+/// Far longer than a handover takes, far shorter than the leases and re-check intervals of
+/// [`rare_rechecks`].
 const SOON: Duration = Duration::from_secs(10);
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// Settings by which nobody gets a lock in time but by a wake-up.
-fn patient() -> LockClientBuilder {
+/// Settings by which only a wake-up lets a waiter acquire within [`SOON`].
+fn rare_rechecks() -> LockClientBuilder {
     LockClient::builder()
         .watchdog_timeout(3 * MINUTE)
         .recheck_interval(2 * MINUTE)
 }
 
-/// Settings by which a lost wake-up is made up for every fifth of a second.
-fn watchful() -> LockClientBuilder {
+/// Settings by which a re-check follows a lost wake-up within 200 ms.
+fn frequent_rechecks() -> LockClientBuilder {
     LockClient::builder().recheck_interval(Duration::from_millis(200))
 }
 
@@ -50,8 +52,8 @@ fn connections(redis: &mut redis::Connection, kind: &str) -> usize {
     list.lines().count()
 }
 
-/// Locks by hand, as an owner in another process does.
-fn hold_by_hand(redis: &mut redis::Connection, lock: &str) {
+/// Acquires the lock for an owner in another process, without an expiry.
+fn hold_for_foreign_owner(redis: &mut redis::Connection, lock: &str) {
     redis::cmd("HSET")
         .arg(lock)
         .arg("9f3c0b6e-54a9-4c4f-8a53-0d2f5f2f7c11:1")
@@ -64,24 +66,25 @@ fn delete(redis: &mut redis::Connection, lock: &str) {
     assert_eq!(redis::cmd("DEL").arg(lock).query::<u64>(redis), Ok(1));
 }
 
-/// A task that waits for the lock, holds it for a moment and gives it back.
+/// A task that waits for the lock, acquires it and releases it at once.
 fn waiter(client: &LockClient, lock: &str) -> JoinHandle<()> {
     let lock = client.lock(lock);
     tokio::spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() })
 }
 
-/// A task that waits for the lock.
+/// A task that waits for the lock and returns its guard.
 fn waiting(client: &LockClient, lock: &str) -> JoinHandle<LockGuard> {
     let lock = client.lock(lock);
     tokio::spawn(async move { lock.lock().await.unwrap() })
 }
 
-/// Waits until somebody sleeps in front of the lock: subscribed, and tried again since.
-fn wait_until_parked(redis: &mut redis::Connection, lock: &str) {
+/// Waits until a request sleeps: it is subscribed, and has made its attempt after that.
+fn wait_until_asleep(redis: &mut redis::Connection, lock: &str) {
     wait_until("the channel is subscribed", SOON, || {
         subscribers(redis, lock) == 1
     });
-    // The try after the confirmation; once the count rests, it is over.
+    // The attempt follows the confirmed subscription; it has ended when the number of scripts does
+    // not change any more.
     let mut last = (scripts(redis), Instant::now());
     wait_until("the waiter sleeps", SOON, || {
         let now = scripts(redis);
@@ -93,18 +96,18 @@ fn wait_until_parked(redis: &mut redis::Connection, lock: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_waiter_in_another_client_is_woken_by_the_unlocks_message() {
+async fn unlock_wakes_waiter_of_another_client() {
     let server = Server::start();
     let mut redis = server.connection();
     let clients = [
-        patient().connect(&server.url()).await.unwrap(),
-        patient().connect(&server.url()).await.unwrap(),
+        rare_rechecks().connect(&server.url()).await.unwrap(),
+        rare_rechecks().connect(&server.url()).await.unwrap(),
     ];
     let name = unique("stock");
     let mut guard = clients[0].lock(&name).lock().await.unwrap();
     for round in 1..=20 {
         let next = waiting(&clients[round % 2], &name);
-        wait_until_parked(&mut redis, &name);
+        wait_until_asleep(&mut redis, &name);
         guard.unlock().await.unwrap();
         guard = timeout(SOON, next)
             .await
@@ -115,52 +118,51 @@ async fn a_waiter_in_another_client_is_woken_by_the_unlocks_message() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_hundred_local_waiters_ask_as_one() {
+async fn local_waiters_share_rechecks() {
     let server = Server::start();
     let mut redis = server.connection();
-    let client = watchful().connect(&server.url()).await.unwrap();
+    let client = frequent_rechecks().connect(&server.url()).await.unwrap();
     let name = unique("stock");
-    hold_by_hand(&mut redis, &name);
+    hold_for_foreign_owner(&mut redis, &name);
     let before = scripts(&mut redis);
     let begun = Instant::now();
     let waiters: Vec<_> = (0..200).map(|_| waiter(&client, &name)).collect();
     wait_until("a few re-checks", SOON, || {
         scripts(&mut redis) >= before + 8
     });
-    // A re-check comes every 160 ms at the earliest, plus the first try and the one after the
-    // subscription.
-    let asked = scripts(&mut redis) - before;
+    // At most one re-check in 160 ms, the first attempt, and the one after the subscription.
+    let sent = scripts(&mut redis) - before;
     let most = begun.elapsed().as_millis() as u64 / 160 + 4;
-    assert!(asked <= most, "{asked} questions in {:?}", begun.elapsed());
+    assert!(sent <= most, "{sent} attempts in {:?}", begun.elapsed());
     delete(&mut redis, &name);
     for waiter in waiters {
         timeout(SOON, waiter)
             .await
-            .expect("a waiter was forgotten")
+            .expect("a waiter was not woken")
             .unwrap();
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_handover_between_local_waiters_costs_a_release_and_a_try() {
+async fn local_handover_costs_one_release_and_one_attempt() {
     const WAITERS: u64 = 200;
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
     let waiters: Vec<_> = (0..WAITERS).map(|_| waiter(&client, &name)).collect();
-    wait_until_parked(&mut redis, &name);
+    wait_until_asleep(&mut redis, &name);
     let before = scripts(&mut redis);
     guard.unlock().await.unwrap();
     for waiter in waiters {
         timeout(SOON, waiter)
             .await
-            .expect("a waiter was forgotten")
+            .expect("a waiter was not woken")
             .unwrap();
     }
     let calls = scripts(&mut redis) - before;
-    assert!(calls > 2 * WAITERS, "{calls} scripts cannot have done it");
+    assert!(calls > 2 * WAITERS, "{calls} scripts are too few");
     assert!(
         calls <= 3 * WAITERS,
         "{calls} scripts for {WAITERS} handovers"
@@ -168,9 +170,9 @@ async fn a_handover_between_local_waiters_costs_a_release_and_a_try() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn waiters_of_one_process_are_served_in_their_order() {
+async fn local_waiters_are_served_in_queue_order() {
     let server = Server::start();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
     let served = Arc::new(Mutex::new(Vec::new()));
@@ -190,30 +192,30 @@ async fn waiters_of_one_process_are_served_in_their_order() {
     for waiter in waiters {
         timeout(SOON, waiter)
             .await
-            .expect("a waiter was forgotten")
+            .expect("a waiter was not woken")
             .unwrap();
     }
     assert_eq!(*served.lock().unwrap(), (0..50).collect::<Vec<_>>());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_front_waiter_that_leaves_before_any_wakeup_passes_its_place_on() {
+async fn dropped_head_passes_its_place_on() {
     let server = Server::start();
     let mut redis = server.connection();
-    let client = watchful().connect(&server.url()).await.unwrap();
+    let client = frequent_rechecks().connect(&server.url()).await.unwrap();
     let name = unique("stock");
     let lock = client.lock(&name);
-    hold_by_hand(&mut redis, &name);
-    let (mut front, mut second) = (lock.lock().into_future(), lock.lock().into_future());
-    assert!(poll!(&mut front).is_pending());
+    hold_for_foreign_owner(&mut redis, &name);
+    let (mut head, mut second) = (lock.lock().into_future(), lock.lock().into_future());
+    assert!(poll!(&mut head).is_pending());
     assert!(poll!(&mut second).is_pending());
-    let (front, second) = (tokio::spawn(front), tokio::spawn(second));
-    wait_until("the front waiter asks again and again", SOON, || {
+    let (head, second) = (tokio::spawn(head), tokio::spawn(second));
+    wait_until("the head makes re-checks", SOON, || {
         scripts(&mut redis) >= 4
     });
-    front.abort();
-    assert!(front.await.unwrap_err().is_cancelled());
-    // No message: the second has to ask in its stead.
+    head.abort();
+    assert!(head.await.unwrap_err().is_cancelled());
+    // Without a message, only re-checks of the second request find the free lock.
     delete(&mut redis, &name);
     timeout(SOON, second)
         .await
@@ -226,13 +228,13 @@ async fn a_front_waiter_that_leaves_before_any_wakeup_passes_its_place_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wakeup_survives_the_waiter_that_it_was_for() {
+async fn dropped_waiter_passes_wakeup_on() {
     let server = Server::start();
-    let client = patient().connect(&server.url()).await.unwrap();
-    let other = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
+    let other = rare_rechecks().connect(&server.url()).await.unwrap();
     for round in 0..300 {
         let name = unique("stock");
-        // The unlock's message comes from this client or from another one.
+        // The client that waits, or another one, publishes the release.
         let owner = if round % 2 == 0 { &client } else { &other };
         let guard = owner.lock(&name).lock().await.unwrap();
         let mut requests: Vec<_> = (0..4)
@@ -254,27 +256,27 @@ async fn a_wakeup_survives_the_waiter_that_it_was_for() {
             sleep(pauses[0]).await;
             guard.unlock().await.unwrap();
         });
-        // Before the wake-up, with it, in the middle of its try, or with the lock in its hands.
+        // The waiters are dropped before the wake-up, with it, during the attempt, or as owners.
         sleep(pauses[1]).await;
-        for gone in waiters.drain(..1 + round % 3) {
-            gone.abort();
+        for dropped in waiters.drain(..1 + round % 3) {
+            dropped.abort();
         }
         unlock.await.unwrap();
         for waiter in waiters {
             timeout(SOON, waiter)
                 .await
-                .expect("the wake-up was lost with a waiter that left")
+                .expect("the wake-up was lost with a dropped waiter")
                 .unwrap();
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wait_ends_in_time_and_says_how_long_and_for_what() {
+async fn wait_with_timeout_ends_in_time_and_reports_owner() {
     const WAIT: Duration = Duration::from_millis(200);
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().lease(MINUTE).await.unwrap();
 
@@ -308,20 +310,22 @@ async fn a_wait_ends_in_time_and_says_how_long_and_for_what() {
         begun.elapsed()
     );
 
-    // Who gave up is not served.
+    // The requests that timed out acquire nothing later.
     guard.unlock().await.unwrap();
-    wait_until("nobody is subscribed", SOON, || channels(&mut redis) == 0);
+    wait_until("no channel is subscribed", SOON, || {
+        channels(&mut redis) == 0
+    });
     assert!(!lock.is_locked().await.unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wait_of_zero_asks_once() {
+async fn zero_timeout_makes_one_attempt() {
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     let name = unique("stock");
     let lock = client.lock(&name);
-    hold_by_hand(&mut redis, &name);
+    hold_for_foreign_owner(&mut redis, &name);
     let before = scripts(&mut redis);
     assert!(lock.try_lock().await.unwrap().is_none());
     assert_eq!(scripts(&mut redis), before + 1);
@@ -338,16 +342,16 @@ async fn a_wait_of_zero_asks_once() {
         ),
         "{refused:?}"
     );
-    // One attempt, and one look at who holds the lock for the error.
+    // One attempt, and one inspection for the error.
     assert_eq!(scripts(&mut redis), before + 4);
     assert_eq!(commandstat(&mut redis, "subscribe", "calls"), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_that_is_free_costs_no_subscription() {
+async fn free_lock_is_acquired_without_subscription() {
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     let before = scripts(&mut redis);
     for _ in 0..50 {
         client
@@ -364,18 +368,20 @@ async fn a_lock_that_is_free_costs_no_subscription() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn channels_are_subscribed_while_somebody_waits_and_by_one_connection() {
+async fn one_connection_subscribes_channels_of_current_waiters() {
     const LOCKS: usize = 50;
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     assert_eq!(
         connections(&mut redis, "normal"),
         3,
-        "two of the client, one that counts"
+        "two of the client, one of the observer"
     );
     let names: Vec<_> = (0..LOCKS).map(|_| unique("stock")).collect();
-    names.iter().for_each(|name| hold_by_hand(&mut redis, name));
+    names
+        .iter()
+        .for_each(|name| hold_for_foreign_owner(&mut redis, name));
     let waiters: Vec<_> = names
         .iter()
         .flat_map(|name| [waiter(&client, name), waiter(&client, name)])
@@ -389,10 +395,10 @@ async fn channels_are_subscribed_while_somebody_waits_and_by_one_connection() {
     assert_eq!(connections(&mut redis, "pubsub"), 1);
     assert_eq!(connections(&mut redis, "normal"), 2);
 
-    // Half of them get in, half give up.
-    let (served, gone) = waiters.split_at(LOCKS);
-    gone.iter().for_each(JoinHandle::abort);
-    wait_until("nobody listens who has gone", SOON, || {
+    // Half of them acquire their locks, half are dropped.
+    let (served, dropped) = waiters.split_at(LOCKS);
+    dropped.iter().for_each(JoinHandle::abort);
+    wait_until("the dropped requests are unsubscribed", SOON, || {
         channels(&mut redis) == LOCKS / 2
     });
     for name in &names[..LOCKS / 2] {
@@ -404,25 +410,27 @@ async fn channels_are_subscribed_while_somebody_waits_and_by_one_connection() {
             .exec(&mut redis)
             .unwrap();
     }
-    wait_until("everybody is served", SOON, || {
+    wait_until("the other waiters acquire their locks", SOON, || {
         served.iter().all(JoinHandle::is_finished)
     });
-    wait_until("nobody is subscribed", SOON, || channels(&mut redis) == 0);
+    wait_until("no channel is subscribed", SOON, || {
+        channels(&mut redis) == 0
+    });
     assert_eq!(connections(&mut redis, "pubsub"), 0);
     assert_eq!(connections(&mut redis, "normal"), 3);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_message_lost_with_the_listening_connection_is_looked_for() {
+async fn reconnect_of_pubsub_rechecks_for_lost_message() {
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     for _ in 0..10 {
         let name = unique("stock");
-        hold_by_hand(&mut redis, &name);
+        hold_for_foreign_owner(&mut redis, &name);
         let waiter = waiter(&client, &name);
-        wait_until_parked(&mut redis, &name);
-        // In one breath: nobody hears of it, and the new connection is the only reason to ask.
+        wait_until_asleep(&mut redis, &name);
+        // In one transaction: no message arrives, so only the new connection causes a re-check.
         redis::pipe()
             .atomic()
             .cmd("CLIENT")
@@ -433,26 +441,26 @@ async fn a_message_lost_with_the_listening_connection_is_looked_for() {
             .unwrap();
         timeout(SOON, waiter)
             .await
-            .expect("the waiter slept in front of a free lock")
+            .expect("the waiter slept while the lock was free")
             .unwrap();
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn waiters_listen_again_after_the_listening_connection_was_lost() {
+async fn waiters_resubscribe_after_pubsub_connection_is_lost() {
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     let name = unique("stock");
     let mut guard = client.lock(&name).lock().await.unwrap();
     for _ in 0..10 {
         let next = waiting(&client, &name);
-        wait_until_parked(&mut redis, &name);
+        wait_until_asleep(&mut redis, &name);
         redis::cmd("CLIENT")
             .arg(&["KILL", "TYPE", "pubsub"])
             .exec(&mut redis)
             .unwrap();
-        wait_until_parked(&mut redis, &name);
+        wait_until_asleep(&mut redis, &name);
         guard.unlock().await.unwrap();
         guard = timeout(SOON, next)
             .await
@@ -460,33 +468,35 @@ async fn waiters_listen_again_after_the_listening_connection_was_lost() {
             .unwrap();
     }
     guard.unlock().await.unwrap();
-    wait_until("nobody is subscribed", SOON, || channels(&mut redis) == 0);
+    wait_until("no channel is subscribed", SOON, || {
+        channels(&mut redis) == 0
+    });
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_unlock_without_a_message_is_found_by_a_recheck() {
+async fn recheck_finds_unlock_without_message() {
     let server = Server::start();
     let mut redis = server.connection();
-    let client = watchful().connect(&server.url()).await.unwrap();
+    let client = frequent_rechecks().connect(&server.url()).await.unwrap();
     let name = unique("stock");
-    hold_by_hand(&mut redis, &name);
+    hold_for_foreign_owner(&mut redis, &name);
     let waiter = waiter(&client, &name);
     wait_until("the channel is subscribed", SOON, || {
         subscribers(&mut redis, &name) == 1
     });
     delete(&mut redis, &name);
-    timeout(SOON, waiter).await.expect("nobody looked").unwrap();
+    timeout(SOON, waiter).await.expect("no re-check").unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_refused_subscription_is_made_up_for_by_rechecks() {
+async fn rechecks_replace_refused_subscription() {
     let server = Server::start();
     let mut redis = server.connection();
     redis::cmd("ACL")
         .arg(&["SETUSER", "default", "resetchannels"])
         .exec(&mut redis)
         .unwrap();
-    let client = watchful().connect(&server.url()).await.unwrap();
+    let client = frequent_rechecks().connect(&server.url()).await.unwrap();
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
     let waiters: Vec<_> = (0..3).map(|_| waiter(&client, &name)).collect();
@@ -494,21 +504,21 @@ async fn a_refused_subscription_is_made_up_for_by_rechecks() {
         commandstat(&mut redis, "subscribe", "rejected_calls") > 0
     });
     assert_eq!(channels(&mut redis), 0);
-    // Its PUBLISH is refused as well, and keeps nothing.
+    // The server refuses PUBLISH as well; the release works nevertheless.
     guard.unlock().await.unwrap();
     for waiter in waiters {
-        timeout(SOON, waiter).await.expect("nobody looked").unwrap();
+        timeout(SOON, waiter).await.expect("no re-check").unwrap();
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_owners_lock_is_taken_over_when_its_lease_is_over() {
+async fn waiter_acquires_when_lease_of_dead_owner_expires() {
     const LEASE: Duration = Duration::from_millis(500);
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     let name = unique("stock");
-    hold_by_hand(&mut redis, &name);
+    hold_for_foreign_owner(&mut redis, &name);
     let begun = Instant::now();
     redis::cmd("PEXPIRE")
         .arg(&name)
@@ -517,41 +527,43 @@ async fn a_dead_owners_lock_is_taken_over_when_its_lease_is_over() {
         .unwrap();
     timeout(SOON, waiter(&client, &name))
         .await
-        .expect("nobody looked when the lease was over")
+        .expect("no re-check after the lease expired")
         .unwrap();
     assert!(begun.elapsed() >= LEASE, "{:?}", begun.elapsed());
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lock_without_an_expiry_is_waited_for_as_any_other() {
+async fn lock_without_expiry_is_rechecked_until_free() {
     let server = Server::start();
     let mut redis = server.connection();
-    let client = watchful().connect(&server.url()).await.unwrap();
+    let client = frequent_rechecks().connect(&server.url()).await.unwrap();
     let name = unique("stock");
-    hold_by_hand(&mut redis, &name);
+    hold_for_foreign_owner(&mut redis, &name);
     let before = scripts(&mut redis);
     let waiter = waiter(&client, &name);
-    wait_until("it is asked for again and again", SOON, || {
+    wait_until("re-checks are made", SOON, || {
         scripts(&mut redis) >= before + 5
     });
     assert!(!waiter.is_finished());
     assert_eq!(
         redis::cmd("PTTL").arg(&name).query(&mut redis),
         Ok(-1),
-        "the wait gave it an expiry"
+        "the wait has set an expiry"
     );
     delete(&mut redis, &name);
-    timeout(SOON, waiter).await.expect("nobody looked").unwrap();
+    timeout(SOON, waiter).await.expect("no re-check").unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_thousand_locks_are_waited_for_at_once() {
+async fn waiters_of_2000_locks_are_all_woken() {
     const LOCKS: usize = 2_000;
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     let names: Vec<_> = (0..LOCKS).map(|_| unique("stock")).collect();
-    names.iter().for_each(|name| hold_by_hand(&mut redis, name));
+    names
+        .iter()
+        .for_each(|name| hold_for_foreign_owner(&mut redis, name));
     let waiters: Vec<_> = names.iter().map(|name| waiting(&client, name)).collect();
     wait_until("every channel is subscribed", 3 * SOON, || {
         channels(&mut redis) == LOCKS
@@ -570,43 +582,43 @@ async fn two_thousand_locks_are_waited_for_at_once() {
         guards.push(
             timeout(3 * SOON, waiter)
                 .await
-                .expect("a waiter was forgotten")
+                .expect("a waiter was not woken")
                 .unwrap(),
         );
     }
     assert_eq!(redis::cmd("DBSIZE").query(&mut redis), Ok(LOCKS));
     drop(guards);
-    wait_until("all is given back", 3 * SOON, || {
+    wait_until("all locks are released", 3 * SOON, || {
         redis::cmd("DBSIZE").query(&mut redis) == Ok(0)
     });
-    wait_until("nobody is subscribed", 3 * SOON, || {
+    wait_until("no channel is subscribed", 3 * SOON, || {
         channels(&mut redis) == 0
     });
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn futures_that_are_dropped_anywhere_leave_nothing() {
+async fn requests_dropped_anywhere_leave_nothing() {
     const TASKS: usize = 32;
     const FUTURES: usize = 2_000;
     let server = Server::start();
     let mut redis = server.connection();
-    let client = patient().connect(&server.url()).await.unwrap();
+    let client = rare_rechecks().connect(&server.url()).await.unwrap();
     let names: Arc<Vec<_>> = Arc::new((0..4).map(|_| unique("stock")).collect());
     let tasks: Vec<_> = (0..TASKS)
         .map(|_| {
             let (client, names) = (client.clone(), Arc::clone(&names));
             tokio::spawn(async move {
                 for _ in 0..FUTURES / TASKS {
-                    let (way, at, pause) = rand::rng().random::<(u8, u8, u16)>();
+                    let (kind, at, pause) = rand::rng().random::<(u8, u8, u16)>();
                     let mut request = client
                         .lock(&names[at as usize % names.len()])
                         .lock()
                         .into_future();
-                    match way % 4 {
+                    match kind % 4 {
                         0 => drop(request),
                         1 => drop(poll!(&mut request)),
                         _ => {
-                            // In the queue, with a script under way, or with a guard.
+                            // Dropped in the queue, with a pending script, or with a guard.
                             let limit = Duration::from_micros(pause as u64 / 16);
                             tokio::select! {
                                 guard = request => drop(guard.unwrap()),
@@ -630,14 +642,14 @@ async fn futures_that_are_dropped_anywhere_leave_nothing() {
     wait_until("no subscription is left", SOON, || {
         channels(&mut redis) == 0
     });
-    let other = patient().connect(&server.url()).await.unwrap();
+    let other = rare_rechecks().connect(&server.url()).await.unwrap();
     for name in names.iter() {
         let guard = other
             .lock(name)
             .try_lock()
             .await
             .unwrap()
-            .expect("the lock is free");
+            .expect("the lock is not free");
         guard.unlock().await.unwrap();
     }
 }

@@ -1,5 +1,5 @@
-//! What the library leaves on the server, and what it makes of what others leave there: Redisson's
-//! data.
+//! The keys, messages and script calls of the library on the server have Redisson's form, and the
+//! library handles keys and messages of other clients.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
@@ -9,20 +9,20 @@ use crate::support::server::{Server, unique, wait_until};
 use redis::{Connection, Value, cmd};
 use redisson_lock::{Error, LockClient, LockClientBuilder, Owner, OwnerExt, ReentrantLock};
 
-/// How long anything may take that needs no lease to run out; far below the leases that the tests
-/// leave alone.
+/// The limit of steps that need no lease to expire; far below the leases that the tests do not
+/// wait for.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// Longer than any test: what depends on it has failed.
+/// Longer than any test: a step that needs this time to pass fails.
 const NEVER: Duration = Duration::from_secs(3600);
 
-/// The watchdog timeout, which the tests leave as it is, ms.
+/// The default watchdog timeout, ms.
 const WATCHDOG: i64 = 30_000;
 
-/// A field as Redisson writes it.
-const JAVA: &str = "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:52";
+/// An owner field of Redisson.
+const JAVA_OWNER: &str = "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:52";
 
-/// A server, a client with one lock, and an independent connection that sees what is there.
+/// A server, a client with one lock, and an independent connection that reads the server's state.
 struct Bench {
     server: Server,
     client: LockClient,
@@ -56,7 +56,7 @@ impl Bench {
             .unwrap_or_else(|error| panic!("{words:?}: {error}"))
     }
 
-    fn do_(&mut self, words: &[&str]) {
+    fn execute(&mut self, words: &[&str]) {
         let _: Value = self.run(words);
     }
 
@@ -70,7 +70,7 @@ impl Bench {
         self.run(&["PTTL", &name])
     }
 
-    /// Checks the expiry of a lease that was asked for after `begun`.
+    /// Checks the expiry of a lease that was requested after `begun`.
     #[track_caller]
     fn assert_ttl(&mut self, lease: i64, begun: Instant) {
         let pttl = self.pttl();
@@ -78,16 +78,16 @@ impl Bench {
         let least = lease - begun.elapsed().as_millis() as i64 - 5;
         assert!(
             pttl >= least && pttl <= lease,
-            "{pttl} ms of {lease} ms are left, not even {least} ms"
+            "{pttl} ms of {lease} ms are left, less than {least} ms"
         );
     }
 
-    /// An owner that no library of ours made, with an expiry in ms or without one.
-    fn put_java(&mut self, count: &str, expiry: Option<i64>) {
+    /// Writes Redisson's owner into the key, with an expiry in ms or without one.
+    fn put_java_owner(&mut self, count: &str, expiry: Option<i64>) {
         let name = self.name.clone();
-        self.do_(&["HSET", &name, JAVA, count]);
+        self.execute(&["HSET", &name, JAVA_OWNER, count]);
         if let Some(expiry) = expiry {
-            self.do_(&["PEXPIRE", &name, &expiry.to_string()]);
+            self.execute(&["PEXPIRE", &name, &expiry.to_string()]);
         }
     }
 
@@ -97,13 +97,13 @@ impl Bench {
         counts.values().sum()
     }
 
-    /// How often each command was called so far, by clients and in scripts.
+    /// How often each command has been called, by clients and in scripts.
     fn calls(&mut self) -> HashMap<String, u64> {
         calls(&mut self.observer)
     }
 }
 
-/// A client that sends nothing by itself, as no reply is late and nothing is looked after.
+/// A client that sends nothing by itself: no reply is late, and no re-check is made.
 fn quiet() -> LockClientBuilder {
     LockClient::builder()
         .command_timeout(Duration::from_secs(60))
@@ -129,10 +129,10 @@ fn channel(name: &str) -> String {
     format!("redisson_lock__channel:{tagged}")
 }
 
-/// A subscriber to everything.
-struct Listener(Connection);
+/// A subscriber to all channels.
+struct Subscriber(Connection);
 
-impl Listener {
+impl Subscriber {
     fn new(server: &Server) -> Self {
         let mut connection = server.connection();
         connection
@@ -142,20 +142,20 @@ impl Listener {
         Self(connection)
     }
 
-    /// Channels and messages since the last time.
-    fn heard(&mut self, publisher: &mut Connection) -> Vec<(String, String)> {
-        // All that was published before comes before this one.
-        const END: &str = "that is all";
+    /// Channels and messages since the last call.
+    fn received(&mut self, publisher: &mut Connection) -> Vec<(String, String)> {
+        // The server delivers all earlier messages before this one.
+        const END: &str = "end";
         cmd("PUBLISH").arg("end").arg(END).exec(publisher).unwrap();
-        let mut heard = Vec::new();
+        let mut messages = Vec::new();
         loop {
             let message: [String; 4] =
                 redis::from_redis_value(self.0.recv_response().unwrap()).unwrap();
             let [_, _, channel, payload] = message;
             if payload == END {
-                return heard;
+                return messages;
             }
-            heard.push((channel, payload));
+            messages.push((channel, payload));
         }
     }
 }
@@ -174,7 +174,7 @@ fn is_owner(field: &str) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_held_lock_is_a_hash_with_the_owner_its_count_and_an_expiry() {
+async fn held_lock_is_hash_with_owner_count_and_expiry() {
     let mut bench = Bench::new().await;
     let name = bench.name.clone();
     let begun = Instant::now();
@@ -183,7 +183,7 @@ async fn a_held_lock_is_a_hash_with_the_owner_its_count_and_an_expiry() {
     assert_eq!(
         bench.run::<Vec<String>>(&["KEYS", "*"]),
         [name],
-        "nothing else is left"
+        "the only key"
     );
     let owner = format!("{}:{}", bench.client.client_id(), guard.owner());
     assert!(is_owner(&owner), "{owner}");
@@ -194,7 +194,7 @@ async fn a_held_lock_is_a_hash_with_the_owner_its_count_and_an_expiry() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_owner_is_written_as_redisson_writes_a_thread() {
+async fn owner_field_has_redissons_form() {
     let mut bench = Bench::new().await;
     let longest = Owner::from_thread_id(i64::MAX).unwrap();
     let least = Owner::from_thread_id(1).unwrap();
@@ -215,7 +215,7 @@ async fn every_owner_is_written_as_redisson_writes_a_thread() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_expiry_is_the_lease_that_was_asked_for() {
+async fn expiry_is_requested_lease() {
     let mut bench = Bench::new().await;
     for lease in [10_000, 60_000, 3650 * 24 * 3600 * 1000] {
         let begun = Instant::now();
@@ -241,10 +241,10 @@ async fn the_expiry_is_the_lease_that_was_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_count_goes_up_and_down_and_a_partial_release_restores_the_lease() {
+async fn partial_release_lowers_count_and_restores_lease() {
     let mut bench = Bench::new().await;
     let name = bench.name.clone();
-    let mut listener = Listener::new(&bench.server);
+    let mut subscriber = Subscriber::new(&bench.server);
     let owner = Owner::new();
     let mut guards = Vec::new();
     for count in 1..=3 {
@@ -255,7 +255,7 @@ async fn the_count_goes_up_and_down_and_a_partial_release_restores_the_lease() {
         );
     }
     for count in (1..=2).rev() {
-        bench.do_(&["PEXPIRE", &name, "15000"]);
+        bench.execute(&["PEXPIRE", &name, "15000"]);
         let begun = Instant::now();
         guards.pop().unwrap().unlock().await.unwrap();
         assert_eq!(
@@ -265,22 +265,22 @@ async fn the_count_goes_up_and_down_and_a_partial_release_restores_the_lease() {
         bench.assert_ttl(WATCHDOG, begun);
     }
     assert_eq!(
-        listener.heard(&mut bench.observer),
+        subscriber.received(&mut bench.observer),
         [],
-        "neither re-entry nor partial release is news to others"
+        "a re-entry or a partial release published a message"
     );
     guards.pop().unwrap().unlock().await.unwrap();
     assert_eq!(bench.run::<i64>(&["EXISTS", &name]), 0);
     assert_eq!(
-        listener.heard(&mut bench.observer),
+        subscriber.received(&mut bench.observer),
         [(channel(&name), "0".to_owned())]
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_release_publishes_once_on_the_channel_of_redissons_brace_rule() {
+async fn release_publishes_once_on_redissons_channel() {
     let mut bench = Bench::new().await;
-    let mut listener = Listener::new(&bench.server);
+    let mut subscriber = Subscriber::new(&bench.server);
     for (name, channel) in [
         ("order:42", "redisson_lock__channel:{order:42}"),
         ("order:{42}", "redisson_lock__channel:order:{42}"),
@@ -292,7 +292,7 @@ async fn a_release_publishes_once_on_the_channel_of_redissons_brace_rule() {
         let lock = bench.client.lock(name);
         let expected = [(channel.to_owned(), "0".to_owned())];
         lock.run(async {}).await.unwrap();
-        assert_eq!(listener.heard(&mut bench.observer), expected);
+        assert_eq!(subscriber.received(&mut bench.observer), expected);
         drop(lock.lock().await.unwrap());
         wait_until("the dropped guard is released", LIMIT, || {
             cmd("EXISTS")
@@ -301,37 +301,41 @@ async fn a_release_publishes_once_on_the_channel_of_redissons_brace_rule() {
                 .unwrap()
                 == 0
         });
-        assert_eq!(listener.heard(&mut bench.observer), expected);
+        assert_eq!(subscriber.received(&mut bench.observer), expected);
         let _ = lock.lock().await.unwrap().detach();
         assert!(lock.force_unlock().await.unwrap());
-        assert_eq!(listener.heard(&mut bench.observer), expected);
+        assert_eq!(subscriber.received(&mut bench.observer), expected);
         assert!(!lock.force_unlock().await.unwrap());
-        assert_eq!(listener.heard(&mut bench.observer), [], "nothing was freed");
+        assert_eq!(
+            subscriber.received(&mut bench.observer),
+            [],
+            "nothing was freed"
+        );
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn force_unlock_frees_a_foreign_lock_and_tells() {
+async fn force_unlock_frees_foreign_lock_and_publishes() {
     let mut bench = Bench::new().await;
     let name = bench.name.clone();
-    let mut listener = Listener::new(&bench.server);
+    let mut subscriber = Subscriber::new(&bench.server);
     for expiry in [Some(WATCHDOG), None] {
-        bench.put_java("3", expiry);
+        bench.put_java_owner("3", expiry);
         assert!(bench.lock.force_unlock().await.unwrap());
         assert_eq!(bench.run::<i64>(&["EXISTS", &name]), 0);
         assert_eq!(
-            listener.heard(&mut bench.observer),
+            subscriber.received(&mut bench.observer),
             [(channel(&name), "0".to_owned())]
         );
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_foreign_owner_is_respected_and_its_unlock_wakes_a_waiter() {
+async fn foreign_owner_excludes_others_until_its_unlock_message() {
     let mut bench = Bench::new().await;
     let name = bench.name.clone();
     let begun = Instant::now();
-    bench.put_java("1", Some(WATCHDOG));
+    bench.put_java_owner("1", Some(WATCHDOG));
     assert!(bench.lock.try_lock().await.unwrap().is_none());
     let refused = bench.lock.lock().timeout(Duration::from_millis(50)).await;
     assert!(
@@ -340,76 +344,82 @@ async fn a_foreign_owner_is_respected_and_its_unlock_wakes_a_waiter() {
     );
     assert_eq!(
         bench.fields(),
-        BTreeMap::from([(JAVA.to_owned(), "1".to_owned())])
+        BTreeMap::from([(JAVA_OWNER.to_owned(), "1".to_owned())])
     );
     bench.assert_ttl(WATCHDOG, begun);
 
     let waiting = tokio::spawn(bench.lock.lock().into_future());
-    wait_until("it waits", LIMIT, || bench.subscribers() == 1);
-    bench.do_(&["DEL", &name]);
-    bench.do_(&["PUBLISH", &channel(&name), "0"]);
-    // The old lease has most of its 30 s to go, and there is no re-check: only the message can have
-    // done it.
+    wait_until("the waiter is subscribed", LIMIT, || {
+        bench.subscribers() == 1
+    });
+    bench.execute(&["DEL", &name]);
+    bench.execute(&["PUBLISH", &channel(&name), "0"]);
+    // The old lease has most of its 30 s left, and there is no re-check: only the message can wake
+    // the waiter.
     let guard = tokio::time::timeout(LIMIT, waiting)
         .await
-        .expect("the message wakes")
+        .expect("the message does not wake the waiter")
         .unwrap()
         .unwrap();
     let owner = format!("{}:{}", bench.client.client_id(), guard.owner());
     assert_eq!(bench.fields(), BTreeMap::from([(owner, "1".to_owned())]));
-    wait_until("nobody listens any more", LIMIT, || {
+    wait_until("no connection is subscribed", LIMIT, || {
         bench.subscribers() == 0
     });
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_foreign_owner_that_dies_is_waited_for_until_its_lease_is_over() {
+async fn waiter_acquires_when_foreign_lease_expires() {
     let mut bench = Bench::new().await;
-    bench.put_java("2", Some(600));
+    bench.put_java_owner("2", Some(600));
     let guard = tokio::time::timeout(LIMIT, bench.lock.lock())
         .await
-        .expect("no message, no re-check")
+        .expect("no attempt after the lease has expired")
         .unwrap();
     assert_eq!(bench.fields().into_values().collect::<Vec<_>>(), ["1"]);
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_foreign_owner_that_locks_again_before_the_waiter_goes_on_being_respected() {
+async fn foreign_owner_that_relocks_first_keeps_lock() {
     let mut bench = Bench::new().await;
     let name = bench.name.clone();
-    bench.put_java("1", Some(WATCHDOG));
+    bench.put_java_owner("1", Some(WATCHDOG));
     let waiting = tokio::spawn(bench.lock.lock().into_future());
-    wait_until("it waits", LIMIT, || bench.subscribers() == 1);
+    wait_until("the waiter is subscribed", LIMIT, || {
+        bench.subscribers() == 1
+    });
     for _ in 0..20 {
-        // Freed, told and taken again in one step.
+        // Freed, published and acquired again in one script.
         let scripted = "redis.call('del', KEYS[1]) redis.call('publish', ARGV[1], '0') \
                         redis.call('hset', KEYS[1], ARGV[2], 1) redis.call('pexpire', KEYS[1], 30000)";
-        bench.do_(&["EVAL", scripted, "1", &name, &channel(&name), JAVA]);
+        bench.execute(&["EVAL", scripted, "1", &name, &channel(&name), JAVA_OWNER]);
     }
     assert!(!waiting.is_finished());
     assert_eq!(
         bench.fields(),
-        BTreeMap::from([(JAVA.to_owned(), "1".to_owned())])
+        BTreeMap::from([(JAVA_OWNER.to_owned(), "1".to_owned())])
     );
-    bench.do_(&["DEL", &name]);
-    bench.do_(&["PUBLISH", &channel(&name), "0"]);
+    bench.execute(&["DEL", &name]);
+    bench.execute(&["PUBLISH", &channel(&name), "0"]);
     let guard = tokio::time::timeout(LIMIT, waiting)
         .await
-        .expect("the last message wakes")
+        .expect("the last message does not wake the waiter")
         .unwrap()
         .unwrap();
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn messages_without_an_unlock_do_no_harm() {
+async fn messages_without_unlock_change_nothing() {
     let mut bench = Bench::new().await;
     let name = bench.name.clone();
-    bench.put_java("1", Some(WATCHDOG));
+    bench.put_java_owner("1", Some(WATCHDOG));
     let waiting = tokio::spawn(bench.lock.lock().into_future());
-    wait_until("it waits", LIMIT, || bench.subscribers() == 1);
+    wait_until("the waiter is subscribed", LIMIT, || {
+        bench.subscribers() == 1
+    });
     for message in [
         "0",
         "1",
@@ -421,53 +431,61 @@ async fn messages_without_an_unlock_do_no_harm() {
         "99999999999999999999",
     ] {
         for _ in 0..5 {
-            bench.do_(&["PUBLISH", &channel(&name), message]);
-            bench.do_(&["PUBLISH", "redisson_lock__channel:{another}", message]);
+            bench.execute(&["PUBLISH", &channel(&name), message]);
+            bench.execute(&["PUBLISH", "redisson_lock__channel:{another}", message]);
         }
     }
-    // Bytes that are no text.
+    // Bytes that are not UTF-8.
     cmd("PUBLISH")
         .arg(channel(&name))
         .arg(&[0xff_u8, 0xfe, 0x00])
         .exec(&mut bench.observer)
         .unwrap();
-    wait_until("it still listens", LIMIT, || bench.subscribers() == 1);
-    assert!(!waiting.is_finished(), "a message is no unlock");
+    wait_until("the waiter is still subscribed", LIMIT, || {
+        bench.subscribers() == 1
+    });
+    assert!(
+        !waiting.is_finished(),
+        "a message without an unlock ended the wait"
+    );
     assert_eq!(
         bench.fields(),
-        BTreeMap::from([(JAVA.to_owned(), "1".to_owned())])
+        BTreeMap::from([(JAVA_OWNER.to_owned(), "1".to_owned())])
     );
-    bench.do_(&["DEL", &name]);
-    bench.do_(&["PUBLISH", &channel(&name), "0"]);
+    bench.execute(&["DEL", &name]);
+    bench.execute(&["PUBLISH", &channel(&name), "0"]);
     let guard = tokio::time::timeout(LIMIT, waiting)
         .await
-        .expect("it can still be woken")
+        .expect("the waiter is not woken any more")
         .unwrap()
         .unwrap();
 
-    // An owner that is told "unlocked" is the owner all the same.
-    bench.do_(&["PUBLISH", &channel(&name), "0"]);
+    // A release message does not change that the owner holds the lock.
+    bench.execute(&["PUBLISH", &channel(&name), "0"]);
     assert!(!guard.is_lost());
     assert_eq!(bench.fields().len(), 1);
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_uncontended_lock_costs_two_script_calls_and_nothing_else() {
+async fn uncontended_lock_costs_two_script_calls() {
     let mut bench = Bench::new().await;
     bench.lock.run(async {}).await.unwrap();
     let before = bench.calls();
     bench.lock.lock().await.unwrap().unlock().await.unwrap();
-    let mut cost = spent(&before, &bench.calls());
-    // What the two scripts do on the server is the server's affair.
+    let mut cost = calls_between(&before, &bench.calls());
+    // The commands inside the two scripts are not counted.
     for inside in ["pttl", "hset", "pexpire", "hget", "del", "publish"] {
         cost.remove(inside);
     }
     assert_eq!(cost, HashMap::from([("evalsha".to_owned(), 2)]));
 }
 
-/// Which commands were called in between, by anybody but the observer's INFO.
-fn spent(before: &HashMap<String, u64>, after: &HashMap<String, u64>) -> HashMap<String, u64> {
+/// How often each command was called in between, except the observer's INFO.
+fn calls_between(
+    before: &HashMap<String, u64>,
+    after: &HashMap<String, u64>,
+) -> HashMap<String, u64> {
     after
         .iter()
         .filter(|(command, _)| *command != "info")
@@ -477,7 +495,7 @@ fn spent(before: &HashMap<String, u64>, after: &HashMap<String, u64>) -> HashMap
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn scripts_are_called_by_their_sha1() {
+async fn scripts_are_called_by_sha1() {
     let mut bench = Bench::new().await;
     let owner = Owner::new();
     for _ in 0..50 {
@@ -493,53 +511,55 @@ async fn scripts_are_called_by_their_sha1() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn scripts_that_the_server_forgot_are_sent_again() {
+async fn flushed_scripts_are_sent_again() {
     let mut bench = Bench::new().await;
     let other = quiet().connect(&bench.server.url()).await.unwrap();
     for _ in 0..3 {
-        bench.do_(&["SCRIPT", "FLUSH"]);
+        bench.execute(&["SCRIPT", "FLUSH"]);
         let guard = bench.lock.lock().await.unwrap();
-        bench.do_(&["SCRIPT", "FLUSH"]);
+        bench.execute(&["SCRIPT", "FLUSH"]);
         assert_eq!(
             bench.fields().into_values().collect::<Vec<_>>(),
             ["1"],
-            "once, not twice"
+            "the lock was acquired once"
         );
         let waiting = tokio::spawn(other.lock(&bench.name).lock().into_future());
-        wait_until("somebody waits", LIMIT, || bench.subscribers() == 1);
-        bench.do_(&["SCRIPT", "FLUSH"]);
+        wait_until("the waiter is subscribed", LIMIT, || {
+            bench.subscribers() == 1
+        });
+        bench.execute(&["SCRIPT", "FLUSH"]);
         guard.unlock().await.unwrap();
         let guard = tokio::time::timeout(LIMIT, waiting)
             .await
-            .expect("woken")
+            .expect("the waiter was not woken")
             .unwrap()
             .unwrap();
-        bench.do_(&["SCRIPT", "FLUSH"]);
+        bench.execute(&["SCRIPT", "FLUSH"]);
         assert!(bench.lock.force_unlock().await.unwrap());
-        bench.do_(&["SCRIPT", "FLUSH"]);
+        bench.execute(&["SCRIPT", "FLUSH"]);
         let lost = guard.unlock().await;
         assert!(matches!(&lost, Err(Error::Lost { .. })), "{lost:?}");
     }
-    // Each script's text went over the wire, and from then on its SHA-1 does again.
+    // The text of each script is sent once, and its SHA-1 is used again after that.
     let before = bench.calls();
     bench.lock.run(async {}).await.unwrap();
     bench.lock.run(async {}).await.unwrap();
-    let cost = spent(&before, &bench.calls());
+    let cost = calls_between(&before, &bench.calls());
     assert!(*cost.get("eval").unwrap_or(&0) <= 2, "{cost:?}");
     assert!(cost["evalsha"] >= 4, "{cost:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_forgotten_renewal_script_is_sent_again_before_the_lease_is_over() {
+async fn flushed_renewal_script_is_sent_again_before_lease_expires() {
     let watchdog = Duration::from_millis(900);
     let mut bench = Bench::with(LockClient::builder().watchdog_timeout(watchdog)).await;
     let guard = bench.lock.lock().await.unwrap();
-    bench.do_(&["SCRIPT", "FLUSH"]);
+    bench.execute(&["SCRIPT", "FLUSH"]);
     let mut before = bench.pttl();
     let mut renewals = 0;
     wait_until("renewals", LIMIT, || {
         let now = bench.pttl();
-        assert!(now > 0, "the lock ran out");
+        assert!(now > 0, "the lock expired");
         renewals += usize::from(now > before + 100);
         before = now;
         renewals == 4
@@ -548,12 +568,12 @@ async fn a_forgotten_renewal_script_is_sent_again_before_the_lease_is_over() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn questions_agree_with_the_keys() {
+async fn inspection_matches_server_state() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();
     let name = bench.name.clone();
 
-    // An absent lock.
+    // A free lock.
     let owner = Owner::new();
     let held = || lock.is_held_by(owner);
     let count = || lock.hold_count_of(owner);
@@ -563,7 +583,7 @@ async fn questions_agree_with_the_keys() {
     assert_eq!(ttl(&lock).await.unwrap(), None);
     assert_eq!(lock.inspect().await.unwrap(), None);
 
-    // Our own.
+    // A lock of this client.
     let guards = [
         lock.lock().with_owner(owner).await.unwrap(),
         lock.lock().with_owner(owner).await.unwrap(),
@@ -579,7 +599,7 @@ async fn questions_agree_with_the_keys() {
     let pttl = bench.pttl();
     assert!(
         left >= pttl && left <= WATCHDOG && left - pttl < 5_000,
-        "{left} told, {pttl} there"
+        "reported: {left} ms, on the server: {pttl} ms"
     );
     let info = lock.inspect().await.unwrap().expect("an owner");
     assert_eq!(info.local_owner, Some(owner));
@@ -591,9 +611,9 @@ async fn questions_agree_with_the_keys() {
         guard.unlock().await.unwrap();
     }
 
-    // Somebody else's, with an expiry and without.
+    // A lock of another client, with an expiry and without.
     for expiry in [Some(20_000), None] {
-        bench.put_java("3", expiry);
+        bench.put_java_owner("3", expiry);
         assert!(lock.is_locked().await.unwrap());
         assert!(!held().await.unwrap());
         assert_eq!(count().await.unwrap(), 0);
@@ -603,14 +623,14 @@ async fn questions_agree_with_the_keys() {
             None => assert_eq!(left, Duration::MAX),
         }
         let info = lock.inspect().await.unwrap().expect("an owner");
-        assert_eq!((info.owner.as_str(), info.hold_count), (JAVA, 3));
+        assert_eq!((info.owner.as_str(), info.hold_count), (JAVA_OWNER, 3));
         assert_eq!(info.local_owner, None);
-        bench.do_(&["DEL", &name]);
+        bench.execute(&["DEL", &name]);
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn questions_about_what_is_no_lock_are_errors_where_they_cannot_be_answered() {
+async fn inspection_of_malformed_key_returns_server_error() {
     let mut bench = Bench::new().await;
     let lock = bench.lock.clone();
     let name = bench.name.clone();
@@ -628,21 +648,24 @@ async fn questions_about_what_is_no_lock_are_errors_where_they_cannot_be_answere
         other => panic!("{other:?}"),
     };
 
-    bench.do_(&["SET", &name, "text"]);
-    assert!(lock.is_locked().await.unwrap(), "nobody can take it");
+    bench.execute(&["SET", &name, "text"]);
+    assert!(
+        lock.is_locked().await.unwrap(),
+        "no owner can acquire the lock"
+    );
     check(lock.is_held_by(owner).await.map(drop), "WRONGTYPE");
     check(lock.hold_count_of(owner).await.map(drop), "WRONGTYPE");
     check(lock.inspect().await.map(drop), "WRONGTYPE");
     assert_eq!(bench.run::<String>(&["GET", &name]), "text");
 
     for count in ["many", "-1", "1.5", "9223372036854775808"] {
-        bench.do_(&["DEL", &name]);
-        bench.do_(&["HSET", &name, &field, count]);
+        bench.execute(&["DEL", &name]);
+        bench.execute(&["HSET", &name, &field, count]);
         check(lock.is_held_by(owner).await.map(drop), "number");
         check(lock.hold_count_of(owner).await.map(drop), "number");
         check(lock.inspect().await.map(drop), "number");
     }
-    bench.do_(&["HSET", &name, &field, "9223372036854775807"]);
+    bench.execute(&["HSET", &name, &field, "9223372036854775807"]);
     assert_eq!(lock.hold_count_of(owner).await.unwrap(), i64::MAX as u64);
     let over = lock.lock().with_owner(owner).await.map(drop);
     check(over, "limit");
@@ -653,7 +676,7 @@ async fn questions_about_what_is_no_lock_are_errors_where_they_cannot_be_answere
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_uses_the_database_of_its_url() {
+async fn client_uses_database_of_its_url() {
     let mut bench = Bench::new().await;
     let client = quiet()
         .connect(&format!("{}/3", bench.server.url()))
@@ -662,11 +685,11 @@ async fn a_client_uses_the_database_of_its_url() {
     let guard = client.lock(&bench.name).lock().await.unwrap();
     assert!(
         !bench.lock.is_locked().await.unwrap(),
-        "another database is another world"
+        "the lock exists in another database"
     );
     let name = bench.name.clone();
     assert_eq!(bench.run::<i64>(&["DBSIZE"]), 0);
-    bench.do_(&["SELECT", "3"]);
+    bench.execute(&["SELECT", "3"]);
     assert_eq!(bench.run::<i64>(&["EXISTS", &name]), 1);
     guard.unlock().await.unwrap();
 }
