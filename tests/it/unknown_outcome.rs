@@ -1,4 +1,5 @@
-//! Unknown outcomes at bad moments: what is told is true, and nothing is left behind.
+//! Unknown outcomes and failed operations: the reported result is true, and no lock is left on the
+//! server that no owner can release.
 
 use std::future::ready;
 use std::time::{Duration, Instant};
@@ -10,17 +11,17 @@ use redisson_lock::{Error, LockClient, Owner, Step};
 use tokio::task::block_in_place;
 use tokio::time::{sleep, timeout};
 
-/// Far more than any step takes, far less than the leases that no test waits for.
+/// Far longer than any step takes, far shorter than the leases that no test waits for.
 const SOON: Duration = Duration::from_secs(10);
 
 fn ms(m: u64) -> Duration {
     Duration::from_millis(m)
 }
 
-/// The record is found stale (key deleted), the acquire that follows stays without a reply: "the
-/// background gives it back".
+/// The key is deleted, so the client's record is stale, and the next acquire gets no reply: the
+/// background releases its grant.
 #[tokio::test]
-async fn an_unknown_acquire_over_a_stale_record_leaves_nothing() {
+async fn unknown_acquire_over_stale_record_leaves_no_key() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
@@ -35,7 +36,7 @@ async fn an_unknown_acquire_over_a_stale_record_leaves_nothing() {
     Owner::scope(async {
         let guard = lock.lock().await.unwrap();
         let () = redis::cmd("DEL").arg(&name).query(&mut redis).unwrap();
-        // From 0 to 1: the correction.
+        // The repeated attempt, from count 0 to 1.
         proxy.next_reply_to(&[name.as_str(), "\r\n$1\r\n0\r\n$1\r\n1\r\n"], Fate::Close);
         let again = lock.lock().await;
         assert!(
@@ -47,14 +48,14 @@ async fn an_unknown_acquire_over_a_stale_record_leaves_nothing() {
         drop(guard);
     })
     .await;
-    wait_until_async("nobody holds it, and it is free", SOON, || {
+    wait_until_async("the lock is free", SOON, || {
         ready(!exists(&mut redis, &name))
     })
     .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_failed_acquire_leaves_no_key_within_a_second_of_the_servers_return() {
+async fn failed_acquire_leaves_no_key_1s_after_server_returns() {
     let mut server = Server::builder().persistent().start();
     let proxy = Proxy::start(&server).await;
     for fault in ["stopped", "silent", "killed"] {
@@ -77,10 +78,13 @@ async fn a_failed_acquire_leaves_no_key_within_a_second_of_the_servers_return() 
             }
             let attempt = tokio::spawn(async move { lock.lock().await.map(drop) });
             if fault == "killed" {
-                wait_until("it is granted", SOON, || exists(&mut redis, &name));
+                wait_until("the lock is granted", SOON, || exists(&mut redis, &name));
                 proxy.set(Way::Both, Flow::Hold);
             }
-            let outcome = timeout(SOON, attempt).await.expect("it hangs").unwrap();
+            let outcome = timeout(SOON, attempt)
+                .await
+                .expect("the attempt hangs")
+                .unwrap();
             assert!(
                 matches!(
                     outcome,
@@ -104,25 +108,25 @@ async fn a_failed_acquire_leaves_no_key_within_a_second_of_the_servers_return() 
             }
             proxy.set(Way::Both, Flow::Pass);
             let (returned, mut redis) = (Instant::now(), server.connection());
-            // Answered only after what was under way has arrived, or cannot arrive any more.
-            wait_until_async("the client is back", SOON, || async {
+            // The reply comes only when every earlier call has arrived, or cannot arrive any more.
+            wait_until_async("the client is connected again", SOON, || async {
                 client.lock("probe").is_locked().await.is_ok()
             })
             .await;
-            wait_until("nothing is left of it", SOON, || !exists(&mut redis, &name));
+            wait_until("the key is deleted", SOON, || !exists(&mut redis, &name));
             took.push(returned.elapsed());
-            assert_eq!(expired(&mut redis), 0, "it ran out instead");
+            assert_eq!(expired(&mut redis), 0, "the key expired");
         }
-        // One of them may have met a busy machine.
+        // The median: one round may have met a busy machine.
         took.sort();
         assert!(took[1] < ms(1_000), "{fault}: {took:?}");
     }
 }
 
-/// The network is back, and the connections of before are dead for good, as after the restart of a
-/// NAT or of a balancer: so is the attempt to make a new one, which was under way.
+/// The network is back, but the old connections stay dead, as after the restart of a NAT device or
+/// of a load balancer. So does the pending attempt to open a new one.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_failed_acquire_is_taken_back_soon_though_an_attempt_to_connect_stands_still() {
+async fn failed_acquire_is_released_despite_stalled_connect() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -135,39 +139,39 @@ async fn a_failed_acquire_is_taken_back_soon_though_an_attempt_to_connect_stands
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
     proxy.set(Way::Replies, Flow::Hold);
-    let told = lock.lock().await;
+    let outcome = lock.lock().await;
     assert!(
         matches!(
-            told,
+            outcome,
             Err(Error::OutcomeUnknown {
                 step: Step::Acquire,
                 ..
             })
         ),
-        "{told:?}"
+        "{outcome:?}"
     );
     proxy.set(Way::Both, Flow::Hold);
     assert!(exists(&mut redis, &name));
-    wait_until("an attempt to connect is under way", SOON, || {
+    wait_until("a connection attempt is pending", SOON, || {
         connections(&mut redis) > before
     });
     proxy.stall();
     proxy.set(Way::Both, Flow::Pass);
     let fresh = LockClient::connect(&proxy.url()).await.unwrap();
     assert_eq!(fresh.lock("probe").is_locked().await, Ok(false));
-    // Once the connect timeout, which is 5 s, was waited for.
-    wait_until("nothing is left of it", ms(2_000), || {
+    // Well below the connect timeout of 5 s.
+    wait_until("the key is deleted", ms(2_000), || {
         !exists(&mut redis, &name)
     });
 }
 
-/// "their keys stay until their leases run out, so that nobody else gets in while their code may
-/// still run".
+/// The keys of held locks stay until their leases expire, so that no other owner acquires them
+/// while the code of their guards may still run.
 ///
-/// A renewal is under way when the client is shut down, and stays without an answer; another
-/// guard's pending release keeps the shutdown (and with it the scheduler) going.
+/// A renewal is pending when the client is shut down, and gets no reply; another guard's pending
+/// release keeps the shutdown, and with it the renewal scheduler, running.
 #[tokio::test]
-async fn a_shutdown_leaves_the_key_of_a_hold_that_is_still_there() {
+async fn shutdown_keeps_key_of_existing_guard() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
@@ -186,8 +190,8 @@ async fn a_shutdown_leaves_the_key_of_a_hold_that_is_still_there() {
     let guard = client.lock(&kept).lock().await.unwrap();
     let began = Instant::now();
     let mut redis = server.connection();
-    // What is held in the proxy nobody sees: until just before the renewal, a third of the lease
-    // after the acquire, and until just after it.
+    // The test cannot observe requests that the proxy holds. So it waits until just before the
+    // renewal, which is sent a third of the lease after the acquire, and then until just after it.
     sleep(ms(3_600)).await;
     proxy.set(Way::Both, Flow::Hold);
     sleep(ms(800)).await;
@@ -196,27 +200,27 @@ async fn a_shutdown_leaves_the_key_of_a_hold_that_is_still_there() {
         let client = client.clone();
         async move { client.shutdown().await }
     });
-    // Beyond the command timeout: the renewal has failed, which is told to nobody.
+    // Longer than the command timeout: the renewal has failed, which no caller is notified of.
     sleep(ms(2_600)).await;
     proxy.set(Way::Both, Flow::Pass);
     ending.await.unwrap().unwrap();
     assert!(
         began.elapsed() < ms(11_000),
-        "too slow a machine: {:?}",
+        "the machine is too slow: {:?}",
         began.elapsed()
     );
     assert!(guard.is_lost());
     assert!(
         exists(&mut redis, &kept),
-        "the key was deleted after {:?} of a lease of 12 s, while its guard lives",
+        "the key was deleted after {:?} of a lease of 12 s, while its guard exists",
         began.elapsed()
     );
 }
 
-/// A force unlock that did not reach the server has told the owner of its loss; the lock is given
-/// back all the same.
+/// The owner is notified of the loss although the force unlock did not reach the server. Its lock
+/// is released nevertheless.
 #[tokio::test]
-async fn a_force_unlock_that_failed_leaves_no_lock_that_nobody_can_free() {
+async fn failed_force_unlock_leaves_no_stuck_lock() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
@@ -231,7 +235,8 @@ async fn a_force_unlock_that_failed_leaves_no_lock_that_nobody_can_free() {
     let mut redis = server.connection();
     proxy.set(Way::Both, Flow::Hold);
     proxy.close_now();
-    // The client has to notice, so that nothing is sent; it shows that to nobody.
+    // The client has to notice the closed connection, so that it sends nothing. The test cannot
+    // observe that.
     sleep(ms(100)).await;
     let forced = lock.force_unlock().await;
     assert!(
@@ -239,17 +244,17 @@ async fn a_force_unlock_that_failed_leaves_no_lock_that_nobody_can_free() {
         "{forced:?}"
     );
     proxy.set(Way::Both, Flow::Pass);
-    wait_until_async("the client is back", SOON, || async {
+    wait_until_async("the client is connected again", SOON, || async {
         lock.is_locked().await.is_ok()
     })
     .await;
     let unlocked = guard.unlock().await;
-    let what = format!("it is free: {forced:?}, then {unlocked:?}");
+    let what = format!("the lock is free: {forced:?}, then {unlocked:?}");
     wait_until_async(&what, SOON, || ready(!exists(&mut redis, &name))).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_unlock_outside_a_runtime_does_not_leak_the_hold() {
+async fn unlock_outside_runtime_does_not_leak_hold() {
     let server = Server::start();
     let client = LockClient::builder()
         .watchdog_timeout(ms(1000))
@@ -258,16 +263,16 @@ async fn an_unlock_outside_a_runtime_does_not_leak_the_hold() {
         .unwrap();
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
-    // A panic there is tokio's word that there is no runtime; the hold is given back all the same.
+    // tokio may panic there because no runtime exists; the hold is released nevertheless.
     let _ = std::thread::spawn(move || futures::executor::block_on(guard.unlock())).join();
     let mut redis = server.connection();
-    wait_until("no guard is left, and it is renewed no more", SOON, || {
+    wait_until("the lock is not renewed any more", SOON, || {
         !exists(&mut redis, &name)
     });
 }
 
 #[test]
-fn a_client_whose_runtime_has_ended_answers_with_errors_and_does_not_hang() {
+fn shutdown_after_runtime_ended_does_not_hang() {
     let server = Server::start();
     let name = unique("stock");
     let (a, b) = (
@@ -291,15 +296,17 @@ fn a_client_whose_runtime_has_ended_answers_with_errors_and_does_not_hang() {
         .unwrap();
     drop(a);
     b.block_on(async {
-        // Whatever it says: nobody can have reached the server.
-        let _ = timeout(SOON, client.shutdown()).await.expect("it hangs");
+        // Any result is right: the server cannot be reached.
+        let _ = timeout(SOON, client.shutdown())
+            .await
+            .expect("the shutdown hangs");
     });
 }
 
-/// As a static client in tests, each of which has a runtime of its own. Each branch waits for the
-/// other's turn.
+/// As with a static client in tests, each of which has a runtime of its own. The owner's operations
+/// are serialized, so each request waits for the other.
 #[test]
-fn two_branches_of_one_owner_of_a_client_whose_runtime_has_ended_do_not_hang() {
+fn concurrent_requests_after_runtime_ended_do_not_hang() {
     let server = Server::start();
     let (a, b) = (
         tokio::runtime::Runtime::new().unwrap(),
@@ -312,27 +319,27 @@ fn two_branches_of_one_owner_of_a_client_whose_runtime_has_ended_do_not_hang() {
     drop(a);
     b.block_on(Owner::scope(async {
         let lock = client.lock(unique("stock"));
-        // One alone is answered within a second.
+        // A single request fails within a second.
         assert!(
             timeout(ms(10_000), lock.try_lock())
                 .await
-                .expect("one hangs")
+                .expect("a single request hangs")
                 .is_err()
         );
         let two = timeout(ms(15_000), async {
             tokio::join!(lock.try_lock(), lock.try_lock())
         })
         .await;
-        let (one, other) = two.expect("two hang");
+        let (one, other) = two.expect("two requests hang");
         assert!(one.is_err() && other.is_err());
     }));
 }
 
-/// "The new one begins by having the server close the old one, so that no late copy of a call is
-/// run after its repeat." The answer to CLIENT INFO came a little too late when the connection was
-/// made, on a slow network.
+/// A new connection first has the server close the old one, so that no late copy of a call is run
+/// after its repetition. Here the reply to CLIENT INFO, which names the connection, was slightly
+/// late.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_late_unlock_on_a_connection_that_was_slow_at_first_takes_nothing_from_the_next_hold() {
+async fn late_unlock_on_initially_slow_connection_keeps_next_hold() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -344,21 +351,18 @@ async fn a_late_unlock_on_a_connection_that_was_slow_at_first_takes_nothing_from
         let url = proxy.url();
         async move { connecting.connect(&url).await.unwrap() }
     });
-    // When the listening connection appears, the one for calls is made; its replies are quick from
-    // now on.
-    wait_until("both connections are there", SOON, || {
+    // Once both connections are open, the replies are fast.
+    wait_until("both connections are open", SOON, || {
         connections(&mut redis) == 3
     });
     proxy.set(Way::Replies, Flow::Pass);
     let client = connecting.await.unwrap();
-    the_late_unlock_takes_nothing(&server, &proxy, &client).await;
+    assert_late_unlock_keeps_next_hold(&server, &proxy, &client).await;
 }
 
-/// A busy server does not say which connection it is that was made, so nobody could have it closed
-/// later on.
+/// A busy server does not name the new connection, so the client could not have it closed later.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_late_unlock_on_a_connection_to_a_server_that_was_busy_takes_nothing_from_the_next_hold()
-{
+async fn late_unlock_on_connection_to_busy_server_keeps_next_hold() {
     let server = Server::start();
     let mut redis = server.connection();
     redis::cmd("CONFIG")
@@ -384,36 +388,36 @@ async fn a_late_unlock_on_a_connection_to_a_server_that_was_busy_takes_nothing_f
     let client = connecting.connect(&proxy.url()).await;
     redis::cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
     script.join().unwrap().unwrap_err();
-    the_late_unlock_takes_nothing(&server, &proxy, &client.expect("it connects, busy or not"))
-        .await;
+    let client = client.expect("the client does not connect to a busy server");
+    assert_late_unlock_keeps_next_hold(&server, &proxy, &client).await;
 }
 
-/// An unlock is stalled with its connection, which the client gives up; its repeat frees the lock,
-/// and the same owner takes it again. Then the first sending is let go.
-async fn the_late_unlock_takes_nothing(server: &Server, proxy: &Proxy, client: &LockClient) {
+/// The proxy stalls an unlock and its connection, which the client replaces. The repeated unlock
+/// frees the lock, and the same owner acquires it again. Then the proxy delivers the first unlock.
+async fn assert_late_unlock_keeps_next_hold(server: &Server, proxy: &Proxy, client: &LockClient) {
     let mut redis = server.connection();
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
-    let rival = LockClient::connect(&server.url()).await.unwrap();
+    let other = LockClient::connect(&server.url()).await.unwrap();
     Owner::scope(async {
         let first = lock.lock().await.unwrap();
         proxy.stall();
         timeout(ms(10_000), first.unlock())
             .await
-            .expect("it hangs")
+            .expect("the unlock hangs")
             .unwrap();
         let second = lock.lock().await.unwrap();
         assert!(exists(&mut redis, &name));
         proxy.deliver();
-        // What is delivered, arrives within milliseconds.
+        // A delivered request arrives within milliseconds.
         let begun = Instant::now();
         while begun.elapsed() < ms(500) {
             if !exists(&mut redis, &name) {
-                let rival = rival.lock(&name).try_lock().await.unwrap();
+                let other = other.lock(&name).try_lock().await.unwrap();
                 panic!(
-                    "the late unlock took the next hold; it is lost: {}; a rival has the lock: {}",
+                    "the late unlock released the next hold; reported as lost: {}; acquired by another client: {}",
                     second.is_lost(),
-                    rival.is_some()
+                    other.is_some()
                 );
             }
             sleep(ms(5)).await;
@@ -423,7 +427,7 @@ async fn the_late_unlock_takes_nothing(server: &Server, proxy: &Proxy, client: &
 }
 
 #[tokio::test]
-async fn a_question_is_not_answered_with_another_locks_answer() {
+async fn is_locked_never_returns_reply_for_another_lock() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
@@ -442,7 +446,7 @@ async fn a_question_is_not_answered_with_another_locks_answer() {
 }
 
 #[tokio::test]
-async fn a_release_of_a_reentry_works_without_memory() {
+async fn release_of_reentry_works_without_server_memory() {
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("full"));

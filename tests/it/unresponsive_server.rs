@@ -1,5 +1,5 @@
-//! Waiters in front of a server that answers nothing for a while: what they are told, and when, if
-//! some of them stand still.
+//! Waiters while the server sends no replies: which result they get, and when, if other waiters in
+//! the queue are not polled.
 
 use std::time::{Duration, Instant};
 
@@ -16,10 +16,10 @@ fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// An abandoned attempt of long ago ends without an answer. Whoever has been answered since knows
-/// better.
+/// An old attempt of a dropped request ends without a reply. A waiter that has got replies since
+/// must not report an unreachable server.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_waiter_whom_the_server_answers_is_not_told_that_it_answers_nobody() {
+async fn answered_waiter_ignores_older_unanswered_attempt() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -33,35 +33,33 @@ async fn a_waiter_whom_the_server_answers_is_not_told_that_it_answers_nobody() {
     let other = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
     let guard = other.lock(lock.name()).lock().await.unwrap();
-    // The reply to its question is lost with its connection, and from then on nobody polls it.
+    // The reply to its attempt is lost with the connection, and it is not polled any more.
     proxy.next_reply_to(&["EVALSHA"], Fate::Close);
-    let mut parked = Box::pin(lock.lock().into_future());
-    assert!((&mut parked).now_or_never().is_none());
+    let mut unpolled = Box::pin(lock.lock().into_future());
+    assert!((&mut unpolled).now_or_never().is_none());
     wait_until("the reply is lost", LIMIT, || proxy.applied() == 1);
     let waiting = tokio::spawn(lock.lock().into_future());
     let lost = scripts(&mut redis);
-    // One question in 100 ms: the attempt without an answer is older than the retry timeout then.
+    // One attempt in 100 ms: by then the attempt without a reply is older than the retry timeout.
     wait_until(
-        "the other one passes it by, asks and is answered",
+        "the other request overtakes it and gets replies",
         LIMIT,
         || scripts(&mut redis) > lost + 20,
     );
     assert!(!waiting.is_finished());
-    drop(parked);
+    drop(unpolled);
     let dropped = scripts(&mut redis);
-    wait_until("it asks on, or has failed", LIMIT, || {
+    wait_until("it tries again, or has failed", LIMIT, || {
         waiting.is_finished() || scripts(&mut redis) > dropped + 5
     });
     if waiting.is_finished() {
-        let told = waiting.await.unwrap();
-        panic!(
-            "the server is well, the lock is held by somebody else, and the waiter got {told:?}"
-        );
+        let outcome = waiting.await.unwrap();
+        panic!("the server replies, another owner holds the lock, and the waiter got {outcome:?}");
     }
     guard.unlock().await.unwrap();
     timeout(LIMIT, waiting)
         .await
-        .expect("it hangs")
+        .expect("the waiter hangs")
         .unwrap()
         .unwrap()
         .unlock()
@@ -69,9 +67,10 @@ async fn a_waiter_whom_the_server_answers_is_not_told_that_it_answers_nobody() {
         .unwrap();
 }
 
-/// "Held by another owner" would be made up as long as nobody has heard anything of the server.
+/// Without any reply of the server the client does not know whether another owner holds the lock,
+/// so it must not report contention.
 #[tokio::test(flavor = "multi_thread")]
-async fn contention_is_not_told_before_the_server_has_said_anything() {
+async fn wait_without_any_reply_reports_no_contention() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
@@ -85,21 +84,24 @@ async fn contention_is_not_told_before_the_server_has_said_anything() {
     let mut first = lock.lock().into_future();
     assert!(futures::poll!(&mut first).is_pending());
     let first = tokio::spawn(first);
-    let mut parked = lock.lock().into_future();
-    assert!(futures::poll!(&mut parked).is_pending());
+    let mut unpolled = lock.lock().into_future();
+    assert!(futures::poll!(&mut unpolled).is_pending());
     let third = tokio::spawn(lock.lock().timeout(ms(900)).into_future());
-    first.await.unwrap().expect_err("the server is silent");
-    let told = third.await.unwrap();
+    first
+        .await
+        .unwrap()
+        .expect_err("the server sends no replies");
+    let outcome = third.await.unwrap();
     assert!(
-        !matches!(told, Err(Error::AcquireTimeout { .. })),
-        "the lock is free and no question was answered: {told:?}"
+        !matches!(outcome, Err(Error::AcquireTimeout { .. })),
+        "the lock is free and no attempt got a reply: {outcome:?}"
     );
-    drop(parked);
+    drop(unpolled);
 }
 
-/// It was not polled for a while, and the server is back for long.
+/// The waiter was not polled for a while, and the server has been replying again for long.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_waiter_that_was_not_polled_asks_before_it_fails() {
+async fn unpolled_waiter_tries_again_before_it_fails() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -114,12 +116,15 @@ async fn a_waiter_that_was_not_polled_asks_before_it_fails() {
     let mut first = lock.lock().into_future();
     assert!(futures::poll!(&mut first).is_pending());
     let first = tokio::spawn(first);
-    let mut parked = lock.lock().into_future();
-    assert!(futures::poll!(&mut parked).is_pending());
-    first.await.unwrap().expect_err("the server is silent");
+    let mut unpolled = lock.lock().into_future();
+    assert!(futures::poll!(&mut unpolled).is_pending());
+    first
+        .await
+        .unwrap()
+        .expect_err("the server sends no replies");
     proxy.set(Way::Both, Flow::Pass);
-    // Only time tells the two apart: by the clock it has waited for several retry timeouts, by what
-    // it knows for none.
+    // Only time can pass here: by the clock the waiter waits for several retry timeouts, but it is
+    // polled during none of them.
     sleep(ms(3_000)).await;
     client
         .lock(unique("stock"))
@@ -130,17 +135,17 @@ async fn a_waiter_that_was_not_polled_asks_before_it_fails() {
         .await
         .unwrap();
     let before = scripts(&mut redis);
-    let got = timeout(LIMIT, parked).await.expect("it hangs");
-    let asked = scripts(&mut redis) - before;
+    let got = timeout(LIMIT, unpolled).await.expect("the waiter hangs");
+    let sent = scripts(&mut redis) - before;
     assert!(
         got.is_ok(),
-        "the server is back for 3 s, the lock is free, {asked} scripts were sent: {:?}",
+        "the server has been replying for 3 s, the lock is free, {sent} scripts were sent: {:?}",
         got.err()
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_is_in_the_dark_hears_of_the_answer_also_before_one_that_was_absent() {
+async fn timed_out_waiter_gets_reply_before_requeued_waiter() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -154,38 +159,38 @@ async fn who_is_in_the_dark_hears_of_the_answer_also_before_one_that_was_absent(
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
     let guard = other.lock(&name).lock().await.unwrap();
-    let mut parked = [lock.lock().into_future()];
-    poll_to_sleep(&mut redis, &name, &mut parked).await;
-    let [mut parked] = parked;
-    let front = tokio::spawn(lock.lock().into_future());
-    // The one that is not polled may have sent one more.
+    let mut unpolled = [lock.lock().into_future()];
+    poll_to_sleep(&mut redis, &name, &mut unpolled).await;
+    let [mut unpolled] = unpolled;
+    let head = tokio::spawn(lock.lock().into_future());
+    // The unpolled request may have sent one more script.
     let before = scripts(&mut redis);
-    wait_until("it is passed by, and the next one asks", LIMIT, || {
+    wait_until("the next request overtakes it and tries", LIMIT, || {
         scripts(&mut redis) > before + 1
     });
     let before = scripts(&mut redis);
     proxy.set(Way::Replies, Flow::Hold);
-    wait_until("the front asks, and hears nothing", LIMIT, || {
+    wait_until("the head tries, and gets no reply", LIMIT, || {
         scripts(&mut redis) > before
     });
     let began = Instant::now();
-    let mut dark = lock.try_lock_for(ms(10)).into_future();
-    assert!(futures::poll!(&mut dark).is_pending());
-    let dark = tokio::spawn(dark);
-    // Its wait is over by then.
+    let mut timed = lock.try_lock_for(ms(10)).into_future();
+    assert!(futures::poll!(&mut timed).is_pending());
+    let timed = tokio::spawn(timed);
+    // Its timeout has passed by then.
     sleep(ms(50)).await;
-    // Stands in line again, behind it.
-    assert!(futures::poll!(&mut parked).is_pending());
-    let parked = tokio::spawn(parked);
+    // It is queued again, behind the timed request.
+    assert!(futures::poll!(&mut unpolled).is_pending());
+    let unpolled = tokio::spawn(unpolled);
     proxy.set(Way::Replies, Flow::Pass);
-    let told = dark.await.unwrap();
+    let outcome = timed.await.unwrap();
     let took = began.elapsed();
     guard.unlock().await.unwrap();
-    for waiter in [front, parked] {
-        drop(timeout(LIMIT, waiter).await.expect("it hangs"));
+    for waiter in [head, unpolled] {
+        drop(timeout(LIMIT, waiter).await.expect("a waiter hangs"));
     }
     assert!(
         took < ms(1_000),
-        "a wait of 10 ms, answered after 50 ms, took {took:?}: {told:?}"
+        "a wait of 10 ms, with the reply after 50 ms, took {took:?}: {outcome:?}"
     );
 }

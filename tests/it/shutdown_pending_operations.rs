@@ -1,5 +1,5 @@
-//! A shutdown while callers have operations in their hands, polled or not: what was begun is
-//! finished.
+//! A shutdown while operations of callers are pending, polled or not: the client finishes unlocks
+//! and releases grants.
 
 use std::time::Duration;
 
@@ -15,10 +15,10 @@ fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// Nobody polls it, so nobody but the client can give back what it was granted; and after the
-/// shutdown it is too late.
+/// The acquire is not polled, so only the client can release its grant, and only before the end of
+/// the shutdown.
 #[tokio::test]
-async fn a_shutdown_gives_back_what_a_parked_acquire_was_granted() {
+async fn shutdown_releases_grant_of_unpolled_acquire() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -28,30 +28,30 @@ async fn a_shutdown_gives_back_what_a_parked_acquire_was_granted() {
         .unwrap();
     let lock = client.lock(unique("stock"));
     let name = lock.name().to_owned();
-    let parked = park(lock.lock());
-    wait_until_async("it was granted", SOON, || {
+    let unpolled = park(lock.lock());
+    wait_until_async("the lock is granted", SOON, || {
         std::future::ready(exists(&mut redis, &name))
     })
     .await;
-    client.shutdown().await.expect("the server is well");
+    client.shutdown().await.expect("the shutdown failed");
     assert!(
         !exists(&mut redis, &name),
-        "left for {} ms",
+        "the key stays for {} ms",
         pttl(&mut redis, &name)
     );
-    drop(parked);
-    // Nothing may come of it any more. What did would arrive within milliseconds.
+    drop(unpolled);
+    // No further call may be made. It would arrive within milliseconds.
     sleep(ms(500)).await;
     assert!(
         !exists(&mut redis, &name),
-        "taken for {} ms",
+        "acquired for {} ms",
         pttl(&mut redis, &name)
     );
 }
 
-/// Two of one owner: the second is behind the first, and not sent yet.
+/// Two unlocks of one owner are serialized: the second is not sent yet.
 #[tokio::test]
-async fn a_shutdown_finishes_parked_unlocks() {
+async fn shutdown_finishes_unpolled_unlocks() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
@@ -64,19 +64,19 @@ async fn a_shutdown_finishes_parked_unlocks() {
     let owner = Owner::new();
     let one = lock.lock().with_owner(owner).await.unwrap();
     let two = lock.lock().with_owner(owner).await.unwrap();
-    let parked = (park(one.unlock()), park(two.unlock()));
-    client.shutdown().await.expect("the server is well");
+    let unpolled = (park(one.unlock()), park(two.unlock()));
+    client.shutdown().await.expect("the shutdown failed");
     assert_eq!(owner_counts(&mut redis, &name), Default::default());
-    drop(parked);
+    drop(unpolled);
     // As above.
     sleep(ms(500)).await;
     assert_eq!(owner_counts(&mut redis, &name), Default::default());
 }
 
-/// Its caller's task polls it all the time, and it is under way when the client is shut down. Then
-/// the network is away for longer than a reply may take.
+/// The unlock is polled all the time, and its call is pending at the shutdown. Then the network is
+/// down for longer than the command timeout.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shutdown_finishes_an_unlock_that_its_caller_awaits() {
+async fn shutdown_finishes_awaited_unlock() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -90,8 +90,8 @@ async fn a_shutdown_finishes_an_unlock_that_its_caller_awaits() {
     proxy.set(Way::Both, Flow::Hold);
     let before = proxy.touched();
     let unlocking = tokio::spawn(guard.unlock());
-    wait_until("it is under way", SOON, || proxy.touched() > before);
-    // Nothing of what was held arrives, as if the packets were lost.
+    wait_until("the unlock is sent", SOON, || proxy.touched() > before);
+    // Nothing that the proxy holds arrives, as if the packets were lost.
     proxy.stall();
     let ending = tokio::spawn(async move { client.shutdown().await });
     sleep(ms(1_500)).await;
@@ -104,14 +104,14 @@ async fn a_shutdown_finishes_an_unlock_that_its_caller_awaits() {
         .await
         .expect("the unlock hangs")
         .unwrap();
-    let what = format!("it is free, after {ended:?} and {unlocked:?}");
+    let what = format!("the lock is free, after {ended:?} and {unlocked:?}");
     wait_until(&what, ms(1_000), || !exists(&mut redis, &name));
 }
 
-/// Its reply is held until the client is shut down: nobody has the guard, and nobody else can know
+/// The reply is held until the client is shut down: no guard exists, and only the client can know
 /// of the grant.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shutdown_gives_back_what_an_acquire_that_its_caller_awaits_was_granted() {
+async fn shutdown_releases_grant_of_awaited_acquire() {
     let server = Server::start();
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
@@ -123,7 +123,7 @@ async fn a_shutdown_gives_back_what_an_acquire_that_its_caller_awaits_was_grante
     let name = lock.name().to_owned();
     proxy.set(Way::Replies, Flow::Hold);
     let locking = tokio::spawn(lock.lock().into_future());
-    wait_until("it is granted", SOON, || exists(&mut redis, &name));
+    wait_until("the lock is granted", SOON, || exists(&mut redis, &name));
     let ending = tokio::spawn(async move { client.shutdown().await });
     sleep(ms(1_500)).await;
     proxy.set(Way::Both, Flow::Pass);
@@ -131,10 +131,10 @@ async fn a_shutdown_gives_back_what_an_acquire_that_its_caller_awaits_was_grante
         .await
         .expect("the shutdown hangs")
         .unwrap();
-    let told = timeout(SOON, locking)
+    let locked = timeout(SOON, locking)
         .await
         .expect("the acquire hangs")
         .unwrap();
-    let what = format!("it is free, after {ended:?} and {told:?}");
+    let what = format!("the lock is free, after {ended:?} and {locked:?}");
     wait_until(&what, ms(1_000), || !exists(&mut redis, &name));
 }
