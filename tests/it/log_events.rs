@@ -1,4 +1,4 @@
-//! Warnings: to tasks that wait for themselves, and of renewals that are refused.
+//! Log events: warnings about waits for a lock of the same client, and about refused renewals.
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
@@ -8,6 +8,10 @@ use crate::support::server::{Server, unique};
 use redisson_lock::{LockClient, Owner, ReentrantLock};
 
 const BRIEF: Duration = Duration::from_millis(300);
+
+const OWN_LOCK: &str = "a task waits for a lock that it holds itself under another owner";
+const LONG_WAIT: &str =
+    "a request waits long for a lock that another owner of the same client holds";
 
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
@@ -24,8 +28,8 @@ impl Write for Log {
 }
 
 impl Log {
-    /// Listens to this thread, for as long as the guard lives.
-    fn listen(&self) -> tracing::subscriber::DefaultGuard {
+    /// Records the events of this thread while the returned guard exists.
+    fn record(&self) -> tracing::subscriber::DefaultGuard {
         let writer = self.clone();
         let subscriber = tracing_subscriber::fmt()
             .with_ansi(false)
@@ -43,8 +47,8 @@ impl Log {
     }
 }
 
-/// What is traced in this thread while that runs.
-async fn heard(work: impl AsyncFnOnce(ReentrantLock)) -> String {
+/// The warnings in this thread while the work runs.
+async fn warnings_during(work: impl AsyncFnOnce(ReentrantLock)) -> String {
     let server = Server::start();
     let client = LockClient::builder()
         .watchdog_timeout(2 * BRIEF)
@@ -53,18 +57,17 @@ async fn heard(work: impl AsyncFnOnce(ReentrantLock)) -> String {
         .await
         .unwrap();
     let log = Log::default();
-    let _listening = log.listen();
+    let _recording = log.record();
     work(client.lock(unique("stock"))).await;
     client.shutdown().await.unwrap();
     log.warnings()
 }
 
-/// "Two branches of one `join!` exclude each other", by design. No deadlock here: branch one lets
-/// go by itself, and whoever follows the warning's mend (Owner::scope, PerTask) loses the
-/// exclusion.
+/// Two branches of one `join!` exclude each other, by design. This is no deadlock: the first branch
+/// releases the lock by itself. Advice such as `Owner::scope` or `PerTask` would end the exclusion.
 #[tokio::test]
-async fn branches_of_a_join_that_take_turns_get_no_advice_that_ends_their_exclusion() {
-    let told = heard(async |lock| {
+async fn warning_for_join_branches_gives_no_advice() {
+    let warnings = warnings_during(async |lock| {
         let branch = || lock.run(tokio::time::sleep(BRIEF));
         let later = async {
             tokio::time::sleep(BRIEF / 2).await;
@@ -75,29 +78,24 @@ async fn branches_of_a_join_that_take_turns_get_no_advice_that_ends_their_exclus
         other.unwrap();
     })
     .await;
-    // Either no warning, or one that tells of this case as well.
-    assert!(
-        !told.contains("holds itself") || told.contains("join!"),
-        "{told}"
-    );
+    for advice in ["scope", "PerTask", "in_current_owner"] {
+        assert!(!warnings.contains(advice), "{warnings}");
+    }
 }
 
 #[tokio::test]
-async fn a_fresh_scope_inside_run_is_warned() {
-    let told = heard(async |lock| {
+async fn wait_in_new_scope_inside_run_is_warned() {
+    let warnings = warnings_during(async |lock| {
         let nested = Owner::scope(async { lock.lock().timeout(BRIEF).await.map(drop) });
         lock.run(nested).await.unwrap().unwrap_err();
     })
     .await;
-    assert!(
-        told.contains("waits for a lock that it holds itself"),
-        "{told}"
-    );
+    assert!(warnings.contains(OWN_LOCK), "{warnings}");
 }
 
 #[tokio::test]
-async fn a_task_that_uses_a_guard_from_another_task_is_warned() {
-    let told = heard(async |lock| {
+async fn wait_inside_run_of_received_guard_is_warned() {
+    let warnings = warnings_during(async |lock| {
         let guard = tokio::spawn(lock.lock().into_future())
             .await
             .unwrap()
@@ -107,16 +105,14 @@ async fn a_task_that_uses_a_guard_from_another_task_is_warned() {
         guard.unlock().await.unwrap();
     })
     .await;
-    assert!(
-        told.contains("waits for a lock that it holds itself"),
-        "{told}"
-    );
+    assert!(warnings.contains(OWN_LOCK), "{warnings}");
 }
 
-/// Nobody can tell at once that these wait for themselves: only that it takes long.
+/// The client cannot detect at once that these requests wait for a lock of their own task, only
+/// that they wait long.
 #[tokio::test]
-async fn a_long_wait_for_a_lock_of_the_same_client_is_warned() {
-    let handed_over = heard(async |lock| {
+async fn long_wait_for_lock_of_same_client_is_warned() {
+    let handed_over = warnings_during(async |lock| {
         let guard = tokio::spawn(lock.lock().into_future())
             .await
             .unwrap()
@@ -125,7 +121,7 @@ async fn a_long_wait_for_a_lock_of_the_same_client_is_warned() {
         guard.unlock().await.unwrap();
     })
     .await;
-    let child_without_the_owner = heard(async |lock| {
+    let child_without_the_owner = warnings_during(async |lock| {
         let inner = lock.clone();
         let child = async move { inner.lock().timeout(5 * BRIEF).await.map(drop) };
         lock.run(async { tokio::spawn(child).await.unwrap() })
@@ -134,15 +130,15 @@ async fn a_long_wait_for_a_lock_of_the_same_client_is_warned() {
             .unwrap_err();
     })
     .await;
-    for told in [handed_over, child_without_the_owner] {
-        assert_eq!(told.matches("in_current_owner").count(), 1, "{told}");
+    for warnings in [handed_over, child_without_the_owner] {
+        assert_eq!(warnings.matches(LONG_WAIT).count(), 1, "{warnings}");
     }
 }
 
-/// Whose lock it is goes by the task that asked, not by who drove its attempt to the end: after a
-/// while without an answer that is the background.
+/// A lock belongs to the task that requested it, even if the background completed the attempt: it
+/// does so after a while without a reply.
 #[tokio::test]
-async fn a_task_whose_lock_was_granted_late_is_warned_of_itself() {
+async fn wait_for_own_late_granted_lock_is_warned() {
     let server = Server::start();
     let client = LockClient::builder()
         .command_timeout(BRIEF)
@@ -150,7 +146,7 @@ async fn a_task_whose_lock_was_granted_late_is_warned_of_itself() {
         .await
         .unwrap();
     let log = Log::default();
-    let _listening = log.listen();
+    let _recording = log.record();
     for late in [false, true] {
         let lock = client.lock(unique("stock"));
         let name = lock.name().to_owned();
@@ -166,17 +162,15 @@ async fn a_task_whose_lock_was_granted_late_is_warned_of_itself() {
         let (outer, ()) = tokio::join!(lock.lock(), resume);
         let _outer = outer.unwrap();
         assert!(lock.try_lock_for(BRIEF).await.unwrap().is_none());
-        let told = log.warnings();
-        let warned = |line: &str| {
-            line.contains("waits for a lock that it holds itself") && line.contains(&name)
-        };
-        assert!(told.lines().any(warned), "late: {late}; {told}");
+        let warnings = log.warnings();
+        let warned = |line: &str| line.contains(OWN_LOCK) && line.contains(&name);
+        assert!(warnings.lines().any(warned), "late: {late}; {warnings}");
     }
 }
 
 #[tokio::test]
-async fn a_wait_for_many_short_holds_is_not_warned() {
-    let told = heard(async |lock| {
+async fn wait_for_many_short_holds_is_not_warned() {
+    let warnings = warnings_during(async |lock| {
         let busy = lock.clone();
         let others: Vec<_> = (0..2)
             .map(|_| {
@@ -193,13 +187,13 @@ async fn a_wait_for_many_short_holds_is_not_warned() {
         }
     })
     .await;
-    assert!(!told.contains("in_current_owner"), "{told}");
+    assert!(!warnings.contains(LONG_WAIT), "{warnings}");
 }
 
-/// A refused renewal between others that are granted, each in a call of its own, is no outage that
-/// begins and ends with every one of them: a log full of that would hide the refusal.
+/// Each renewal is a call of its own here, and one lock's renewals are refused between the others'
+/// successes. The log must not report an outage for each refusal: that would hide the refusal.
 #[tokio::test]
-async fn a_refused_renewal_is_not_told_as_an_outage_again_and_again() {
+async fn refused_renewal_is_not_reported_as_outage() {
     let server = Server::start();
     let mut redis = server.connection();
     let user = [
@@ -214,27 +208,27 @@ async fn a_refused_renewal_is_not_told_as_an_outage_again_and_again() {
         .await
         .unwrap();
     let log = Log::default();
-    let _listening = log.listen();
+    let _recording = log.record();
     let mut guards = Vec::new();
     for _ in 0..20 {
         guards.push(client.lock(unique("app:stock")).lock().await.unwrap());
-        // So that their renewals come one after the other, each between two refusals.
+        // Spreads the renewals, so that refusals come between them.
         tokio::time::sleep(BRIEF / 15).await;
     }
-    let spoilt = client.lock(unique("tmp:stock")).lock().await.unwrap();
+    let refused = client.lock(unique("tmp:stock")).lock().await.unwrap();
     redis::cmd("ACL")
         .arg(&["SETUSER", "app", "resetkeys", "~app:*"])
         .exec(&mut redis)
         .unwrap();
-    tokio::time::timeout(20 * BRIEF, spoilt.lost())
+    tokio::time::timeout(20 * BRIEF, refused.lost())
         .await
-        .expect("nobody renews it");
+        .expect("the refused lock was not lost");
     assert!(guards.iter().all(|guard| !guard.is_lost()));
     let text = log.warnings();
-    let told = text.matches("renewals are not answered").count();
-    assert!(told <= 1, "an outage that there was not, told {told} times");
+    let outages = text.matches("renewals get no reply").count();
+    assert!(outages <= 1, "{outages} outages reported without an outage");
     assert_eq!(
-        text.matches("the server refuses a renewal").count(),
+        text.matches("the server refused a renewal").count(),
         1,
         "{text}"
     );
