@@ -1,11 +1,13 @@
-//! Side by side with real Java Redisson: each scenario in both directions, and byte for byte.
+//! Scenarios with Java Redisson and this library on one server: each runs in both directions, and
+//! one compares all data and messages byte for byte.
 //!
-//! Runs with the newest version; `REDISSON_VERSIONS="4.7.0 3.8.1"`, or `all`, says otherwise. With
-//! at least three versions a fleet of three runs too. Without Java or Maven it says so and passes,
-//! unless `CI=true`.
+//! The newest Redisson version is used. `REDISSON_VERSIONS="4.7.0 3.8.1"`, or `all`, selects
+//! others; with at least three versions, one more scenario uses three at once. Without Java or
+//! Maven the tests print what is missing and pass, unless `CI=true`.
 
-mod beside_java;
 mod counter;
+mod fixture;
+mod force_unlock;
 mod leases;
 mod ownership;
 mod party;
@@ -14,18 +16,17 @@ mod scenarios;
 #[path = "../support/mod.rs"]
 mod support;
 mod table;
-mod world;
 
 use std::env;
 use std::io::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
+use fixture::{Fixture, Observer, SHORT_WATCHDOG, rust_client};
 use redisson_lock::LockClient;
 use support::java::{Skip, VERSIONS};
 use support::process;
 use table::Report;
-use world::{SHORT_WATCHDOG, View, World, rust_client};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn side_by_side_with_redisson() {
@@ -33,20 +34,23 @@ async fn side_by_side_with_redisson() {
     let mut report = Report::default();
     for version in &wanted {
         let begun = Instant::now();
-        // On a task of its own: a version that cannot be built takes no other version's results
-        // with it.
+        // On a separate task: a version that cannot be built does not end the others' scenarios.
         let started = tokio::spawn({
             let version = version.clone();
-            async move { World::start(&version).await }
+            async move { Fixture::start(&version).await }
         });
         match started.await {
-            Ok(Ok(world)) => {
-                let info: String = world.view.ask(&["INFO", "server"]).await.expect("INFO");
+            Ok(Ok(fixture)) => {
+                let info: String = fixture
+                    .observer
+                    .ask(&["INFO", "server"])
+                    .await
+                    .expect("INFO");
                 report.server = server_version(&info);
-                let world = Arc::new(world);
-                let ran = scenarios::run_all(&world).await;
+                let fixture = Arc::new(fixture);
+                let ran = scenarios::run_all(&fixture).await;
                 if report.record.is_empty() {
-                    report.record = std::mem::take(&mut world.record.lock().unwrap());
+                    report.record = std::mem::take(&mut fixture.record.lock().unwrap());
                 }
                 println!(
                     "Redisson {version}: {} scenarios in {:.1?}",
@@ -57,7 +61,7 @@ async fn side_by_side_with_redisson() {
             }
             Ok(Err(skip)) => skipped(&mut report, version, skip),
             Err(_) => report.broken.push(format!(
-                "Redisson {version}: its peer cannot be built or started (see above)"
+                "Redisson {version}: the peer cannot be built or started (see above)"
             )),
         }
     }
@@ -68,15 +72,15 @@ async fn side_by_side_with_redisson() {
         .collect();
     if ran.len() >= 3 {
         let begun = Instant::now();
-        // The newest, one from between, and the oldest.
-        let fleet = [0, ran.len() / 2, ran.len() - 1]
+        // The newest, one in the middle, and the oldest.
+        let mixed = [0, ran.len() / 2, ran.len() - 1]
             .map(|at| ran[at].clone())
             .to_vec();
-        match counter::fleet(&fleet).await {
-            Ok(outcome) => report.fleet = Some((fleet, outcome)),
-            Err(skip) => skipped(&mut report, "fleet", skip),
+        match counter::mixed_versions(&mixed).await {
+            Ok(outcome) => report.mixed = Some((mixed, outcome)),
+            Err(skip) => skipped(&mut report, "versions at once", skip),
         }
-        println!("the fleet: {:.1?}", begun.elapsed());
+        println!("three versions at once: {:.1?}", begun.elapsed());
     }
     report.write();
     if env::var("INTEROP_WRITE_DOC").is_ok_and(|write| write == "1") {
@@ -95,21 +99,17 @@ async fn side_by_side_with_redisson() {
     );
 }
 
-/// The table in the documentation was made by these scenarios, for these versions, and nothing
-/// failed.
+/// The table in the documentation has these scenarios and these versions, and no failure.
 #[test]
-fn the_documented_table_is_of_these_scenarios() {
+fn documented_table_matches_scenarios() {
     let tables = table::documented();
-    let heads = format!("| scenario | directions | {} |", VERSIONS.join(" | "));
-    assert!(
-        tables.contains(&heads),
-        "another list of versions than {heads:?}"
-    );
+    let head = format!("| scenario | directions | {} |", VERSIONS.join(" | "));
+    assert!(tables.contains(&head), "no table head {head:?}");
     let titles = scenarios::ALL
         .iter()
         .chain([&scenarios::COUNTER])
         .map(|scenario| scenario.title);
-    for title in titles.chain([scenarios::FLEET]) {
+    for title in titles.chain([scenarios::MIXED_VERSIONS]) {
         assert!(
             tables.contains(&format!("\n| {title} | ")),
             "no row of {title:?}: run `INTEROP_WRITE_DOC=1 make interop`"
@@ -119,21 +119,21 @@ fn the_documented_table_is_of_these_scenarios() {
         let line = format!("\n* ({}) {}\n", note.mark(), note.text());
         assert!(
             tables.contains(&line),
-            "not as in the code: footnote {}",
+            "the footnote differs from the code: {}",
             note.mark()
         );
     }
     assert!(!tables.contains("FAILED"), "a table with failures");
 }
 
-/// What a process of its own does for a scenario; nothing in an ordinary run.
+/// The part of a scenario that runs in a separate process; an ordinary test run does nothing here.
 #[tokio::test]
 async fn worker_process() {
     let Some(role) = process::role() else { return };
     let url = process::setting("URL");
     let name = process::setting("NAME");
     match role.as_str() {
-        // Until it is killed.
+        // The scenario kills this process.
         "hold" => {
             let client =
                 rust_client(&url, |builder| builder.watchdog_timeout(SHORT_WATCHDOG)).await;
@@ -144,18 +144,21 @@ async fn worker_process() {
             let counter = process::setting("COUNTER");
             let times = process::setting("TIMES").parse().expect("a number");
             let client: LockClient = rust_client(&url, |builder| builder).await;
-            let view = View::open(&url).await;
-            let tasks = (0..counter::TASKS_OF_WORKER).map(|_| {
-                let (lock, view, counter) = (client.lock(&name), view.clone(), counter.clone());
-                tokio::spawn(async move { counter::increment(&lock, &view, &counter, times).await })
+            let observer = Observer::open(&url).await;
+            let tasks = (0..counter::WORKER_TASKS).map(|_| {
+                let (lock, observer, counter) =
+                    (client.lock(&name), observer.clone(), counter.clone());
+                tokio::spawn(
+                    async move { counter::increment(&lock, &observer, &counter, times).await },
+                )
             });
             for task in tasks.collect::<Vec<_>>() {
                 task.await
-                    .expect("a task that ends")
-                    .expect("the increments");
+                    .expect("a task panicked")
+                    .expect("an increment failed");
             }
         }
-        other => panic!("no such role: {other}"),
+        other => panic!("unknown role: {other}"),
     }
 }
 
@@ -168,14 +171,14 @@ fn wanted_versions() -> Vec<String> {
     }
 }
 
-/// A missing tool is a failure in CI, and a line that says how to get it elsewhere.
+/// A missing tool is a failure in CI; elsewhere, a line states how to install it.
 fn skipped(report: &mut Report, version: &str, Skip(why): Skip) {
     let line = format!("Redisson {version} {why}");
     if env::var("CI").as_deref() == Ok("true") {
         report.broken.push(line);
         return;
     }
-    // Past the capture of what tests print: this is to be seen where the test passes, too.
+    // Not captured by the test harness, so that it is shown for a passing test, too.
     let _ = writeln!(std::io::stderr(), "{line}");
     report.skipped.push(line);
 }

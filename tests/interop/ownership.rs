@@ -1,15 +1,17 @@
-//! Scenarios of who has the lock: exclusion, re-entry, names, force unlock, unlock by others,
-//! questions.
+//! Scenarios of ownership: exclusion, re-entry, names, force unlock, unlock by other owners,
+//! inspection, and waiters that end early.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
+use crate::fixture::{
+    Direction, Failed, Fixture, LONG, SHORT_WATCHDOG, SOON, Task, ensure, locking,
+};
 use crate::party::{Party, Unlocked};
 use crate::scenarios::{Note, Outcome};
 use crate::support::java::PeerThread;
-use crate::world::{Failed, LONG, SHORT_WATCHDOG, SOON, Task, Way, World, ensure, locking};
 
-/// Names that a client might bend: by encoding, by quoting, by the rule for the channel's braces.
+/// Names that a client might change: by encoding, by quoting, by the brace rule of the channel.
 const NAMES: [&str; 12] = [
     "order 42",
     " ",
@@ -25,90 +27,90 @@ const NAMES: [&str; 12] = [
     "%s $1 *?[a]",
 ];
 
-/// What one holds the other cannot have.
-pub async fn exclusion(world: &World, way: Way) -> Outcome {
-    let (first, second) = world.pair(way);
-    let name = world.fresh("exclusion");
+/// While one party holds the lock, the other cannot acquire it.
+pub async fn exclusion(fixture: &Fixture, direction: Direction) -> Outcome {
+    let (first, second) = fixture.pair(direction);
+    let name = fixture.unique_name("exclusion");
     first.lock(&name).await?;
-    world.view.ensure_owner(&name, &first, 1).await?;
+    fixture.observer.ensure_owner(&name, &first, 1).await?;
     for wait in [Duration::ZERO, Duration::from_millis(200)] {
         ensure!(
             !second.try_lock(&name, wait, None).await?,
-            "both have the lock"
+            "both parties hold the lock"
         );
     }
-    world.view.ensure_owner(&name, &first, 1).await?;
+    fixture.observer.ensure_owner(&name, &first, 1).await?;
     ensure!(
         first.unlock(&name).await? == Unlocked::Done,
         "the owner cannot unlock"
     );
     ensure!(
-        !world.view.exists(&name).await?,
-        "an unlocked lock is there still"
+        !fixture.observer.exists(&name).await?,
+        "the key exists after the unlock"
     );
     ensure!(
         second.try_lock(&name, Duration::ZERO, None).await?,
-        "the lock is free, but cannot be had"
+        "the lock is free, but cannot be acquired"
     );
-    world.view.ensure_owner(&name, &second, 1).await?;
+    fixture.observer.ensure_owner(&name, &second, 1).await?;
     ensure!(
         !first.try_lock(&name, Duration::ZERO, None).await?,
-        "both have the lock, the other way round"
+        "both parties hold the lock"
     );
     ensure!(
         second.unlock(&name).await? == Unlocked::Done,
         "the second owner cannot unlock"
     );
     ensure!(
-        !world.view.exists(&name).await?,
-        "an unlocked lock is there still"
+        !fixture.observer.exists(&name).await?,
+        "the key exists after the unlock"
     );
     Ok(vec![])
 }
 
-/// Holds are counted, and only the last unlock lets the other in.
-pub async fn reentry(world: &World, way: Way) -> Outcome {
+/// Holds are counted, and only the last unlock frees the lock.
+pub async fn reentry(fixture: &Fixture, direction: Direction) -> Outcome {
     const HOLDS: i64 = 3;
-    let (first, second) = world.pair(way);
-    let name = world.fresh("re-entry");
+    let (first, second) = fixture.pair(direction);
+    let name = fixture.unique_name("re-entry");
     for count in 1..=HOLDS {
         ensure!(
             first.try_lock(&name, Duration::ZERO, None).await?,
             "hold {count} is refused"
         );
-        world.view.ensure_owner(&name, &first, count).await?;
+        fixture.observer.ensure_owner(&name, &first, count).await?;
         ensure!(
             first.hold_count(&name).await? == count,
-            "the owner does not count {count}"
+            "the owner's hold count is not {count}"
         );
         ensure!(
             second.hold_count(&name).await? == 0,
-            "the other side counts holds of its own"
+            "the other party has a hold count"
         );
     }
     for left in (0..HOLDS).rev() {
         ensure!(
             !second.try_lock(&name, Duration::ZERO, None).await?,
-            "{} holds let the other in",
+            "the other party acquired the lock despite {} holds",
             left + 1
         );
         ensure!(
             first.unlock(&name).await? == Unlocked::Done,
-            "hold {} cannot be given back",
+            "hold {} cannot be released",
             left + 1
         );
         ensure!(
             first.hold_count(&name).await? == left,
-            "an unlock leaves another count than {left}"
+            "the hold count after an unlock is not {left}"
         );
     }
     ensure!(
-        !world.view.exists(&name).await?,
-        "the last unlock left the lock"
+        !fixture.observer.exists(&name).await?,
+        "the key exists after the last unlock"
     );
     ensure!(
         second.try_lock(&name, Duration::ZERO, None).await?,
-        "the lock is free, but cannot be had"
+        "the lock is free, but cannot be acquired"
     );
     ensure!(
         second.unlock(&name).await? == Unlocked::Done,
@@ -117,16 +119,23 @@ pub async fn reentry(world: &World, way: Way) -> Outcome {
     Ok(vec![])
 }
 
-/// Both sides mean the same key and the same channel by a name.
-pub async fn names(world: &World, way: Way) -> Outcome {
+/// A name stands for the same key and the same channel on both sides.
+pub async fn names(fixture: &Fixture, direction: Direction) -> Outcome {
     for name in NAMES {
-        // The name as it is, and the scenario's own: names of both directions must not meet.
-        let name = &format!("{name}{}", if way == Way::JavaToRust { "" } else { "2" });
-        let (first, second) = world.pair(way);
+        // The directions run at the same time, so each needs its own names.
+        let name = &format!(
+            "{name}{}",
+            if direction == Direction::JavaToRust {
+                ""
+            } else {
+                "2"
+            }
+        );
+        let (first, second) = fixture.pair(direction);
         first.lock(name).await?;
-        world.view.ensure_owner(name, &first, 1).await?;
+        fixture.observer.ensure_owner(name, &first, 1).await?;
         let mut waiting = locking(&second, name);
-        world.view.until_listeners(name, 1).await?;
+        fixture.observer.until_subscribers(name, 1).await?;
         ensure!(
             first.unlock(name).await? == Unlocked::Done,
             "the owner cannot unlock {name:?}"
@@ -134,43 +143,44 @@ pub async fn names(world: &World, way: Way) -> Outcome {
         waiting
             .within(SOON, &format!("the wake-up on {name:?}"))
             .await?;
-        world.view.ensure_owner(name, &second, 1).await?;
+        fixture.observer.ensure_owner(name, &second, 1).await?;
         ensure!(
             second.unlock(name).await? == Unlocked::Done,
             "the second owner cannot unlock {name:?}"
         );
-        ensure!(!world.view.exists(name).await?, "{name:?} is left");
+        ensure!(
+            !fixture.observer.exists(name).await?,
+            "{name:?} is still held"
+        );
     }
     Ok(vec![])
 }
 
-/// Frees what the other holds twice, wakes the waiter, and the former owner does not come back.
-pub async fn force_unlock(world: &World, way: Way) -> Outcome {
-    let (owner, other) = world.pair_with_short_watchdog(way);
-    let (_, waiter) = world.pair(way);
-    let name = world.fresh("force unlock");
+/// A force unlock frees both holds of the owner and wakes the waiter, and the former owner does not
+/// disturb the new one.
+pub async fn force_unlock(fixture: &Fixture, direction: Direction) -> Outcome {
+    let (owner, other) = fixture.pair_with_short_watchdog(direction);
+    let (_, waiter) = fixture.pair(direction);
+    let name = fixture.unique_name("force unlock");
     owner.lock(&name).await?;
     owner.lock(&name).await?;
     let mut waiting = locking(&waiter, &name);
-    world.view.until_listeners(&name, 1).await?;
+    fixture.observer.until_subscribers(&name, 1).await?;
     ensure!(other.force_unlock(&name).await?, "a held lock is not freed");
     waiting
         .within(SOON, "the wake-up by the force unlock")
         .await?;
-    world.view.ensure_owner(&name, &waiter, 1).await?;
+    fixture.observer.ensure_owner(&name, &waiter, 1).await?;
     if !owner.is_java() {
-        let told = tokio::time::timeout(LONG, owner.told_of_loss()).await?;
-        ensure!(
-            told.is_some(),
-            "the owner is not told that its lock is gone"
-        );
+        let reason = tokio::time::timeout(LONG, owner.loss_reason()).await?;
+        ensure!(reason.is_some(), "the owner is not notified of the loss");
     }
-    // Two periods of the former owner's renewal.
+    // Two renewal intervals of the former owner.
     tokio::time::sleep(SHORT_WATCHDOG * 2 / 3).await;
-    world.view.ensure_owner(&name, &waiter, 1).await?;
+    fixture.observer.ensure_owner(&name, &waiter, 1).await?;
     ensure!(
         !owner.is_held(&name).await?,
-        "the former owner believes that it holds the lock"
+        "the lock is reported as held by the former owner"
     );
     for _ in 0..2 {
         ensure!(
@@ -178,25 +188,28 @@ pub async fn force_unlock(world: &World, way: Way) -> Outcome {
             "the former owner can unlock"
         );
     }
-    world.view.ensure_owner(&name, &waiter, 1).await?;
+    fixture.observer.ensure_owner(&name, &waiter, 1).await?;
     ensure!(
         waiter.unlock(&name).await? == Unlocked::Done,
         "the woken waiter cannot unlock"
     );
-    ensure!(!other.force_unlock(&name).await?, "a free lock is freed");
+    ensure!(
+        !other.force_unlock(&name).await?,
+        "a force unlock of a free lock reports success"
+    );
     Ok(vec![])
 }
 
-/// The second party unlocks what the first holds, and then what nobody holds.
-pub async fn not_the_owner(world: &World, way: Way) -> Outcome {
-    let (first, second) = world.pair(way);
-    let name = world.fresh("not the owner");
+/// The second party unlocks a lock that the first one holds, and then a free lock.
+pub async fn unlock_by_other_owner(fixture: &Fixture, direction: Direction) -> Outcome {
+    let (first, second) = fixture.pair(direction);
+    let name = fixture.unique_name("unlock by other owner");
     first.lock(&name).await?;
     ensure!(
         second.unlock(&name).await? == Unlocked::NotOwner,
-        "somebody else's lock can be unlocked"
+        "a lock of another owner can be unlocked"
     );
-    world.view.ensure_owner(&name, &first, 1).await?;
+    fixture.observer.ensure_owner(&name, &first, 1).await?;
     ensure!(first.is_held(&name).await?, "the owner lost its lock");
     ensure!(
         first.unlock(&name).await? == Unlocked::Done,
@@ -205,7 +218,7 @@ pub async fn not_the_owner(world: &World, way: Way) -> Outcome {
 
     let unlocked = second.unlock(&name).await?;
     ensure!(
-        !world.view.exists(&name).await?,
+        !fixture.observer.exists(&name).await?,
         "the unlock of a free lock leaves a key"
     );
     match (unlocked, &second) {
@@ -215,19 +228,19 @@ pub async fn not_the_owner(world: &World, way: Way) -> Outcome {
     }
 }
 
-/// Each question about one key has one answer, whoever asks.
-pub async fn questions(world: &World, way: Way) -> Outcome {
-    let (first, second) = world.pair(way);
-    let name = world.fresh("questions");
-    agree(&name, &first, &second, false, -2..=-2).await?;
+/// Both parties report the same state of one key.
+pub async fn inspection(fixture: &Fixture, direction: Direction) -> Outcome {
+    let (first, second) = fixture.pair(direction);
+    let name = fixture.unique_name("inspection");
+    ensure_state(&name, &first, &second, false, -2..=-2).await?;
     first
         .lock_with_lease(&name, Duration::from_secs(60))
         .await?;
-    agree(&name, &first, &second, true, 50_000..=60_000).await?;
+    ensure_state(&name, &first, &second, true, 50_000..=60_000).await?;
     first
         .lock_with_lease(&name, Duration::from_secs(90))
         .await?;
-    agree(&name, &first, &second, true, 80_000..=90_000).await?;
+    ensure_state(&name, &first, &second, true, 80_000..=90_000).await?;
     let counts = (
         first.hold_count(&name).await?,
         second.hold_count(&name).await?,
@@ -239,26 +252,26 @@ pub async fn questions(world: &World, way: Way) -> Outcome {
     let held = (first.is_held(&name).await?, second.is_held(&name).await?);
     ensure!(
         held == (true, false),
-        "held by: {held:?} and not (true, false)"
+        "the parties hold the lock: {held:?} and not (true, false)"
     );
     for party in [&first, &second] {
         if let (Party::Java(thread), Party::Java(owner)) = (party, &first) {
             let id = owner.thread_id().await?;
             ensure!(
                 thread.is_held_by(&name, id).await?,
-                "Java does not find its own thread {id}"
+                "Java does not report its thread {id} as the owner"
             );
         }
     }
-    // A key that lost its expiry, which neither side would leave.
-    world.view.ask::<i64>(&["PERSIST", &name]).await?;
-    agree(&name, &first, &second, true, -1..=-1).await?;
+    // A key without an expiry, which neither side leaves.
+    fixture.observer.ask::<i64>(&["PERSIST", &name]).await?;
+    ensure_state(&name, &first, &second, true, -1..=-1).await?;
     ensure!(
         second.force_unlock(&name).await?,
         "a held lock is not freed"
     );
-    agree(&name, &first, &second, false, -2..=-2).await?;
-    // Ours lists the owners by name as well.
+    ensure_state(&name, &first, &second, false, -2..=-2).await?;
+    // This library reports the owner field, too.
     let (java, rust) = if first.is_java() {
         (&first, &second)
     } else {
@@ -266,7 +279,7 @@ pub async fn questions(world: &World, way: Way) -> Outcome {
     };
     java.lock(&name).await?;
     let Party::Rust(actor) = rust else {
-        unreachable!("one of a pair is ours")
+        unreachable!("one party of each pair is in Rust")
     };
     let owners = actor.owners(&name).await?;
     ensure!(
@@ -280,7 +293,7 @@ pub async fn questions(world: &World, way: Way) -> Outcome {
     Ok(vec![])
 }
 
-async fn agree(
+async fn ensure_state(
     name: &str,
     first: &Party,
     second: &Party,
@@ -301,122 +314,121 @@ async fn agree(
     Ok(())
 }
 
-/// A waiter goes away: Java's is interrupted, ours is dropped. It leaves nothing, and takes no
-/// wake-up with it.
-pub async fn waiter_gives_up(world: &World, way: Way) -> Outcome {
-    let (owner, leaver) = world.pair(way);
-    match &leaver {
+/// A waiter ends early: in Java by an interrupt, in Rust by a drop. It leaves no key and no
+/// subscription, and no wake-up is lost.
+pub async fn waiter_ends_early(fixture: &Fixture, direction: Direction) -> Outcome {
+    let (owner, waiter) = fixture.pair(direction);
+    match &waiter {
         Party::Java(thread) => {
-            interrupted_try(world, &owner, &leaver, thread).await?;
-            Ok(interrupted_lock(world, &owner, &leaver, thread)
+            interrupted_try(fixture, &owner, &waiter, thread).await?;
+            Ok(interrupted_lock(fixture, &owner, &waiter, thread)
                 .await?
                 .into_iter()
                 .collect())
         }
         Party::Rust(_) => {
-            let (_, stayer) = world.pair(way);
-            dropped_waiter(world, &owner, &leaver, &stayer).await?;
+            let (_, remaining_waiter) = fixture.pair(direction);
+            dropped_waiter(fixture, &owner, &waiter, &remaining_waiter).await?;
             Ok(vec![])
         }
     }
 }
 
-/// One waiter of ours is dropped while it is in front of another.
+/// A Rust waiter is dropped while it is the head and another one waits behind it.
 async fn dropped_waiter(
-    world: &World,
+    fixture: &Fixture,
     owner: &Party,
-    leaver: &Party,
-    stayer: &Party,
+    waiter: &Party,
+    remaining_waiter: &Party,
 ) -> Result<(), Failed> {
-    let name = &world.fresh("dropped");
+    let name = &fixture.unique_name("dropped");
     owner.lock(name).await?;
-    let leaving = locking(leaver, name);
-    world.view.until_listeners(name, 1).await?;
-    leaving.cancel().await;
-    world.view.until_listeners(name, 0).await?;
+    let waiting = locking(waiter, name);
+    fixture.observer.until_subscribers(name, 1).await?;
+    waiting.cancel().await;
+    fixture.observer.until_subscribers(name, 0).await?;
 
-    let leaving = locking(leaver, name);
-    world.view.until_listeners(name, 1).await?;
-    let mut staying = locking(stayer, name);
-    leaving.cancel().await;
-    world.view.ensure_owner(name, owner, 1).await?;
-    world.view.until_listeners(name, 1).await?;
+    let waiting = locking(waiter, name);
+    fixture.observer.until_subscribers(name, 1).await?;
+    let mut remaining = locking(remaining_waiter, name);
+    waiting.cancel().await;
+    fixture.observer.ensure_owner(name, owner, 1).await?;
+    fixture.observer.until_subscribers(name, 1).await?;
     ensure!(
         owner.unlock(name).await? == Unlocked::Done,
         "the owner cannot unlock"
     );
-    staying
-        .within(SOON, "the wake-up of the waiter that stayed")
+    remaining
+        .within(SOON, "the wake-up of the remaining waiter")
         .await?;
-    world.view.ensure_owner(name, stayer, 1).await?;
+    fixture
+        .observer
+        .ensure_owner(name, remaining_waiter, 1)
+        .await?;
     ensure!(
-        stayer.unlock(name).await? == Unlocked::Done,
-        "the waiter that stayed cannot unlock"
+        remaining_waiter.unlock(name).await? == Unlocked::Done,
+        "the remaining waiter cannot unlock"
     );
-    world.view.until_listeners(name, 0).await?;
+    fixture.observer.until_subscribers(name, 0).await?;
     ensure!(
-        !world.view.exists(name).await?,
-        "who went away has the lock"
+        !fixture.observer.exists(name).await?,
+        "the dropped waiter holds the lock"
     );
     Ok(())
 }
 
-/// Interrupts a `tryLock` that waits: it fails, and our owner is not disturbed.
+/// Interrupts a `tryLock` that waits: it fails, and the Rust owner is not disturbed.
 async fn interrupted_try(
-    world: &World,
+    fixture: &Fixture,
     owner: &Party,
-    leaver: &Party,
+    waiter: &Party,
     thread: &PeerThread,
 ) -> Result<(), Failed> {
-    let name = world.fresh("interrupted try");
+    let name = fixture.unique_name("interrupted try");
     owner.lock(&name).await?;
-    let (trying, tried) = (leaver.clone(), name.clone());
+    let (trying, tried) = (waiter.clone(), name.clone());
     let mut trying = Task::start(async move { trying.try_lock(&tried, LONG, None).await });
-    world.view.until_listeners(&name, 1).await?;
-    ensure!(
-        thread.interrupt().await?,
-        "the waiting thread is in no call"
-    );
+    fixture.observer.until_subscribers(&name, 1).await?;
+    ensure!(thread.interrupt().await?, "the thread is not in a call");
     let ended = trying.ends_within(SOON).await;
     ensure!(
         matches!(ended, Some(Err(_))),
         "an interrupted tryLock ends with {ended:?}"
     );
-    world.view.ensure_owner(&name, owner, 1).await?;
+    fixture.observer.ensure_owner(&name, owner, 1).await?;
     ensure!(
         owner.unlock(&name).await? == Unlocked::Done,
         "the owner cannot unlock"
     );
-    ensure!(!world.view.exists(&name).await?, "the lock is left");
+    ensure!(
+        !fixture.observer.exists(&name).await?,
+        "the lock is still held"
+    );
     Ok(())
 }
 
-/// Interrupts a `lock()` that is parked. It is to go on waiting, until our owner unlocks.
+/// Interrupts a `lock()` that sleeps. It should continue to wait until the Rust owner unlocks.
 async fn interrupted_lock(
-    world: &World,
+    fixture: &Fixture,
     owner: &Party,
-    leaver: &Party,
+    waiter: &Party,
     thread: &PeerThread,
 ) -> Result<Option<Note>, Failed> {
     const ATTEMPTS: u64 = 10;
     for attempt in 1..=ATTEMPTS {
-        let name = &world.fresh("interrupted");
+        let name = &fixture.unique_name("interrupted");
         owner.lock(name).await?;
-        let mut waiting = locking(leaver, name);
-        world.view.until_listeners(name, 1).await?;
-        // From outside one does not see whether the thread is parked already. Before, the interrupt
-        // hits a question to the server, and the call fails, as it may: that is no answer to what
-        // is asked here.
+        let mut waiting = locking(waiter, name);
+        fixture.observer.until_subscribers(name, 1).await?;
+        // The test cannot observe whether the thread sleeps already. An earlier interrupt hits a
+        // call to the server and may make it fail. Such an attempt is repeated with a longer pause.
         tokio::time::sleep(Duration::from_millis(100 * attempt)).await;
-        ensure!(
-            thread.interrupt().await?,
-            "the waiting thread is in no call"
-        );
+        ensure!(thread.interrupt().await?, "the thread is not in a call");
         let ended = waiting.ends_within(Duration::from_secs(1)).await;
-        world.view.ensure_owner(name, owner, 1).await?;
-        // A thread that is in a call cannot be asked.
+        fixture.observer.ensure_owner(name, owner, 1).await?;
+        // A thread that is in a call cannot run `isHeldByCurrentThread`.
         if ended.is_some() {
-            ensure!(!leaver.is_held(name).await?, "two hold the lock");
+            ensure!(!waiter.is_held(name).await?, "two parties hold the lock");
         }
         ensure!(
             owner.unlock(name).await? == Unlocked::Done,
@@ -427,9 +439,9 @@ async fn interrupted_lock(
                 waiting
                     .within(SOON, "the wake-up of the interrupted waiter")
                     .await?;
-                world.view.ensure_owner(name, leaver, 1).await?;
+                fixture.observer.ensure_owner(name, waiter, 1).await?;
                 ensure!(
-                    leaver.unlock(name).await? == Unlocked::Done,
+                    waiter.unlock(name).await? == Unlocked::Done,
                     "the interrupted waiter cannot unlock"
                 );
                 return Ok(None);

@@ -1,24 +1,24 @@
-//! Who takes part in a scenario: a Java thread with Redisson, or an owner with this library. Both
-//! have the same verbs, so that each scenario is written once and runs in both directions.
+//! The parties of a scenario: a Java thread with Redisson, or an owner with this library. Both have
+//! the same methods, so that each scenario is written once and runs in both directions.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use redisson_lock::{Error, LockClient, LockGuard, LostReason, Owner, OwnerExt};
 
+use crate::fixture::Failed;
 use crate::support::java::{PeerError, PeerThread};
-use crate::world::Failed;
 
-/// One logical thread of one side.
+/// One logical thread, in Java or in Rust.
 #[derive(Clone, Debug)]
 pub enum Party {
     /// A thread of a Redisson client.
     Java(PeerThread),
-    /// An owner of a client of ours.
+    /// An owner of a client of this library.
     Rust(Actor),
 }
 
-/// An owner and the guards of what it holds.
+/// An owner and its guards.
 #[derive(Clone, Debug)]
 pub struct Actor {
     client: LockClient,
@@ -26,18 +26,18 @@ pub struct Actor {
     guards: Arc<Mutex<Vec<LockGuard>>>,
 }
 
-/// What an unlock came to.
+/// The result of an unlock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unlocked {
     Done,
     /// Refused: an `IllegalMonitorStateException`, or `Error::NotHeld`.
     NotOwner,
-    /// Only here: it was held, and is not any more. Redisson has no word for it of its own.
+    /// The lock was held and lost. Redisson does not distinguish this.
     Lost,
 }
 
 impl Unlocked {
-    /// Whether the caller was told that it does not hold the lock.
+    /// Whether the result reports that the caller does not hold the lock.
     pub fn is_refused(self) -> bool {
         self != Self::Done
     }
@@ -56,7 +56,7 @@ impl Party {
         matches!(self, Self::Java(_))
     }
 
-    /// Locks, for as long as it takes; renewed.
+    /// Acquires the lock, waiting without limit; it is renewed.
     pub async fn lock(&self, name: &str) -> Result<(), Failed> {
         match self {
             Self::Java(thread) => thread.lock(name).await?,
@@ -72,7 +72,7 @@ impl Party {
         Ok(())
     }
 
-    /// Locks, for as long as it takes; not renewed.
+    /// Acquires the lock, waiting without limit; it is not renewed.
     pub async fn lock_with_lease(&self, name: &str, lease: Duration) -> Result<(), Failed> {
         match self {
             Self::Java(thread) => thread.lock_with_lease(name, lease).await?,
@@ -91,7 +91,7 @@ impl Party {
         Ok(())
     }
 
-    /// Locks if that is possible within the wait time.
+    /// Acquires the lock if it is free within the wait time.
     pub async fn try_lock(
         &self,
         name: &str,
@@ -112,7 +112,7 @@ impl Party {
         }
     }
 
-    /// Gives back one hold.
+    /// Releases one hold.
     pub async fn unlock(&self, name: &str) -> Result<Unlocked, Failed> {
         match self {
             Self::Java(thread) => match thread.unlock(name).await {
@@ -143,7 +143,7 @@ impl Party {
         }
     }
 
-    /// Frees the lock, whoever has it.
+    /// Frees the lock, whichever owner holds it.
     pub async fn force_unlock(&self, name: &str) -> Result<bool, Failed> {
         match self {
             Self::Java(thread) => Ok(thread.force_unlock(name).await?),
@@ -193,7 +193,7 @@ impl Party {
         }
     }
 
-    /// The field `CLIENT:THREAD` that it has in a lock's hash.
+    /// Its field `CLIENT:THREAD` in a lock's hash.
     pub async fn owner(&self) -> Result<String, Failed> {
         match self {
             Self::Java(thread) => Ok(thread.owner().await?),
@@ -201,9 +201,9 @@ impl Party {
         }
     }
 
-    /// Waits until the newest guard hears that its lock is gone. Java is never told, so there it
-    /// answers at once.
-    pub async fn told_of_loss(&self) -> Option<LostReason> {
+    /// Waits until the newest guard reports that its lock is lost. Redisson reports no losses, so
+    /// for Java the answer is `None` at once.
+    pub async fn loss_reason(&self) -> Option<LostReason> {
         let Self::Rust(actor) = self else { return None };
         let lost = actor.guards.lock().unwrap().last()?.lost();
         Some(lost.await)
@@ -211,7 +211,7 @@ impl Party {
 }
 
 impl Actor {
-    /// Who holds the lock, in any process, with the count.
+    /// The owner of the lock, in any process, with its hold count.
     pub async fn owners(&self, name: &str) -> Result<Vec<(String, u64)>, Failed> {
         let info = self.client.lock(name).inspect().await?;
         Ok(info

@@ -1,6 +1,6 @@
-//! Byte for byte: one sequence of calls is made with Redisson on one empty server and with ours on
-//! another. After each call all that is left in the server, all that was published and all that is
-//! listened for is written down, and the two records are compared.
+//! The comparison byte for byte: one sequence of calls is made with Redisson on one empty server
+//! and with this library on another. After each call all keys, published messages and subscribed
+//! channels are recorded, and the two records are compared.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,46 +8,47 @@ use std::time::Duration;
 use futures::StreamExt;
 use redis::aio::PubSubStream;
 
+use crate::fixture::{Direction, Failed, Fixture, LONG, Observer, ensure, locking, rust_client};
 use crate::party::Party;
 use crate::scenarios::{Note, Outcome};
 use crate::support::java::Options;
 use crate::support::server::Server;
-use crate::world::{Failed, LONG, View, Way, World, ensure, locking, rust_client};
 
-/// The leases in use differ by 15 s; what a step takes on a busy machine is less than this.
+/// How much expiries may differ. The leases in the sequence differ by 15 s; a step on a busy
+/// machine takes less than this.
 const TOLERANCE_MS: i64 = 6_000;
 
-/// A key that Redisson makes for itself at an unlock; see [`Note::UnlockLatch`].
+/// The prefix of a key that Redisson creates at an unlock; see [`Note::UnlockLatch`].
 const UNLOCK_LATCH: &[u8] = b"redisson_unlock_latch:";
 
-/// The channel whose messages part the steps. The observer's own.
-const FENCE: &str = "recorder:fence";
+/// The channel of the recorder's own messages, which separate the steps.
+const SEPARATOR: &str = "recorder:separator";
 
-/// What there is after one call.
+/// The state of the server after one call.
 #[derive(Clone, Debug)]
-pub struct Moment {
+pub struct Snapshot {
     pub call: &'static str,
-    may: May,
-    pub keys: BTreeMap<Vec<u8>, Left>,
+    allowed: AllowedDifference,
+    pub keys: BTreeMap<Vec<u8>, KeyState>,
     /// Channel and payload, in order.
     pub published: Vec<(Vec<u8>, Vec<u8>)>,
-    /// The channels that are listened to.
-    pub listened: Vec<Vec<u8>>,
+    /// The subscribed channels.
+    pub subscribed: Vec<Vec<u8>>,
 }
 
-/// In what the two sides may differ after a call.
+/// A difference between the two sides that is allowed after a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum May {
-    BeEqualOnly,
-    /// Holds are left after a release: ours keeps what the expiry was.
-    KeepLongerExpiry,
-    /// A free lock was unlocked: Redisson before 3.10.6 takes that for the unlock of a held one.
-    PublishInJava,
+enum AllowedDifference {
+    None,
+    /// A release left holds: this library does not shorten the expiry.
+    LongerExpiryInRust,
+    /// A free lock was unlocked: Redisson before 3.10.6 publishes a release nevertheless.
+    MessageInJava,
 }
 
 /// One key: its type, its content, its expiry.
 #[derive(Clone, Debug)]
-pub struct Left {
+pub struct KeyState {
     pub kind: String,
     /// Field and value; for other types than a hash, the value alone.
     pub content: Vec<(Vec<u8>, Vec<u8>)>,
@@ -55,9 +56,9 @@ pub struct Left {
 }
 
 /// The scenario.
-pub async fn byte_for_byte(world: &World, _: Way) -> Outcome {
+pub async fn byte_for_byte(fixture: &Fixture, _: Direction) -> Outcome {
     let servers = [Server::start(), Server::start()];
-    let java = world
+    let java = fixture
         .peer
         .client("recorded", &servers[0].url(), Options::default())
         .await?;
@@ -71,12 +72,12 @@ pub async fn byte_for_byte(world: &World, _: Way) -> Outcome {
     for (java, rust) in java.iter().zip(&rust) {
         notes.extend(compare(java, rust)?);
     }
-    *world.record.lock().unwrap() = rust;
+    *fixture.record.lock().unwrap() = rust;
     Ok(notes)
 }
 
-/// The sequence of calls, by two threads of one client.
-async fn record(server: &Server, [a, b]: [Party; 2]) -> Result<Vec<Moment>, Failed> {
+/// Makes the sequence of calls, by two threads of one client, and records the state after each.
+async fn record(server: &Server, [a, b]: [Party; 2]) -> Result<Vec<Snapshot>, Failed> {
     let seconds = Duration::from_secs;
     let name = "recorded";
     let mut recorder = Recorder::open(
@@ -88,61 +89,67 @@ async fn record(server: &Server, [a, b]: [Party; 2]) -> Result<Vec<Moment>, Fail
     )
     .await?;
 
-    recorder.note("nothing yet").await?;
+    recorder.snapshot("nothing yet").await?;
     a.lock(name).await?;
-    recorder.note("A: lock()").await?;
+    recorder.snapshot("A: lock()").await?;
     a.lock_with_lease(name, seconds(45)).await?;
-    recorder.note("A: lock(45 s)").await?;
+    recorder.snapshot("A: lock(45 s)").await?;
     a.try_lock(name, Duration::ZERO, Some(seconds(60))).await?;
-    recorder.note("A: tryLock(0, 60 s)").await?;
+    recorder.snapshot("A: tryLock(0, 60 s)").await?;
     b.try_lock(name, Duration::ZERO, None).await?;
-    recorder.note("B: tryLock()").await?;
-    // Long enough for a subscription to be confirmed, which Redisson otherwise leaves behind.
+    recorder.snapshot("B: tryLock()").await?;
+    // Long enough to confirm a subscription: otherwise Redisson does not end it.
     b.try_lock(name, seconds(2), None).await?;
-    recorder.until_silent(name).await?;
-    recorder.note("B: tryLock(2 s)").await?;
+    recorder.until_unsubscribed(name).await?;
+    recorder.snapshot("B: tryLock(2 s)").await?;
     b.unlock(name).await?;
-    recorder.note("B: unlock(), refused").await?;
+    recorder.snapshot("B: unlock(), refused").await?;
     a.unlock(name).await?;
     recorder
-        .note_but("A: unlock(), 2 holds left", May::KeepLongerExpiry)
+        .snapshot_allowing(
+            "A: unlock(), 2 holds left",
+            AllowedDifference::LongerExpiryInRust,
+        )
         .await?;
     let mut waiting = locking(&b, name);
-    recorder.view.until_listeners(name, 1).await?;
+    recorder.observer.until_subscribers(name, 1).await?;
     recorder
-        .note_but("B: lock(), waiting", May::KeepLongerExpiry)
+        .snapshot_allowing("B: lock(), waiting", AllowedDifference::LongerExpiryInRust)
         .await?;
     a.unlock(name).await?;
     recorder
-        .note_but("A: unlock(), 1 hold left", May::KeepLongerExpiry)
+        .snapshot_allowing(
+            "A: unlock(), 1 hold left",
+            AllowedDifference::LongerExpiryInRust,
+        )
         .await?;
     a.unlock(name).await?;
     waiting.within(LONG, "the wake-up").await?;
-    recorder.until_silent(name).await?;
-    recorder.note("A: unlock(); B has it").await?;
+    recorder.until_unsubscribed(name).await?;
+    recorder.snapshot("A: unlock(); B has it").await?;
     a.force_unlock(name).await?;
-    recorder.note("A: forceUnlock()").await?;
+    recorder.snapshot("A: forceUnlock()").await?;
     a.force_unlock(name).await?;
-    recorder.note("A: forceUnlock(), free").await?;
+    recorder.snapshot("A: forceUnlock(), free").await?;
     a.unlock(name).await?;
     recorder
-        .note_but("A: unlock(), free", May::PublishInJava)
+        .snapshot_allowing("A: unlock(), free", AllowedDifference::MessageInJava)
         .await?;
     b.lock_with_lease(name, seconds(60)).await?;
-    recorder.note("B: lock(60 s)").await?;
+    recorder.snapshot("B: lock(60 s)").await?;
     b.unlock(name).await?;
-    recorder.note("B: unlock()").await?;
+    recorder.snapshot("B: unlock()").await?;
     for name in ["order:{42}", "käse \"🧀\" \u{7f}"] {
         a.lock(name).await?;
-        recorder.note("A: lock(), another name").await?;
+        recorder.snapshot("A: lock(), another name").await?;
         a.unlock(name).await?;
-        recorder.note("A: unlock(), another name").await?;
+        recorder.snapshot("A: unlock(), another name").await?;
     }
-    Ok(recorder.moments)
+    Ok(recorder.snapshots)
 }
 
-/// The differences that are known, or what is different otherwise.
-fn compare(java: &Moment, rust: &Moment) -> Outcome {
+/// The known differences between two snapshots; an error for any other difference.
+fn compare(java: &Snapshot, rust: &Snapshot) -> Outcome {
     let call = java.call;
     let mut notes = Vec::new();
     let keys: Vec<_> = java
@@ -153,46 +160,50 @@ fn compare(java: &Moment, rust: &Moment) -> Outcome {
     if keys.len() < java.keys.len() {
         notes.push(Note::UnlockLatch);
     }
-    let differ = |what: &str| {
+    let fail = |what: &str| {
         Err(Failed(format!(
             "after {call}: {what} differ:\nJava {java:?}\nRust {rust:?}"
         )))
     };
     if keys != rust.keys.keys().collect::<Vec<_>>() {
-        return differ("the keys");
+        return fail("the keys");
     }
-    for (key, theirs) in keys.into_iter().map(|key| (key, &java.keys[key])) {
-        let ours = &rust.keys[key];
-        if theirs.kind != ours.kind || theirs.content != ours.content {
-            return differ("the contents");
+    for (key, java_key) in keys.into_iter().map(|key| (key, &java.keys[key])) {
+        let rust_key = &rust.keys[key];
+        if java_key.kind != rust_key.kind || java_key.content != rust_key.content {
+            return fail("the contents");
         }
-        if ours.pttl > theirs.pttl + TOLERANCE_MS && rust.may == May::KeepLongerExpiry {
-            notes.push(Note::PartialRelease);
-        } else if (ours.pttl - theirs.pttl).abs() > TOLERANCE_MS || theirs.pttl < 0 || ours.pttl < 0
+        if rust_key.pttl > java_key.pttl + TOLERANCE_MS
+            && rust.allowed == AllowedDifference::LongerExpiryInRust
         {
-            return differ("the expiries");
+            notes.push(Note::PartialRelease);
+        } else if (rust_key.pttl - java_key.pttl).abs() > TOLERANCE_MS
+            || java_key.pttl < 0
+            || rust_key.pttl < 0
+        {
+            return fail("the expiries");
         }
     }
     if java.published != rust.published {
-        if rust.may == May::PublishInJava && rust.published.is_empty() {
+        if rust.allowed == AllowedDifference::MessageInJava && rust.published.is_empty() {
             notes.push(Note::SilentUnlock);
         } else {
-            return differ("the messages");
+            return fail("the messages");
         }
     }
-    if java.listened != rust.listened {
-        return differ("the subscriptions");
+    if java.subscribed != rust.subscribed {
+        return fail("the subscriptions");
     }
     Ok(notes)
 }
 
 struct Recorder {
-    view: View,
+    observer: Observer,
     messages: PubSubStream,
-    fences: u64,
-    /// Owners and what stands for them in the record.
+    separators: u64,
+    /// Owners and their placeholders in the record.
     owners: Vec<(String, &'static str)>,
-    moments: Vec<Moment>,
+    snapshots: Vec<Snapshot>,
 }
 
 impl Recorder {
@@ -202,75 +213,81 @@ impl Recorder {
             .await?;
         pubsub.psubscribe("*").await?;
         Ok(Self {
-            view: View::open(&server.url()).await,
+            observer: Observer::open(&server.url()).await,
             messages: pubsub.into_on_message(),
-            fences: 0,
+            separators: 0,
             owners: owners
                 .iter()
                 .map(|(name, owner)| (owner.clone(), *name))
                 .collect(),
-            moments: Vec::new(),
+            snapshots: Vec::new(),
         })
     }
 
-    /// Waits until nobody listens: both sides unsubscribe after the call has come back.
-    async fn until_silent(&self, name: &str) -> Result<(), Failed> {
-        self.view.until_listeners(name, 0).await
+    /// Waits until the channel has no subscriber: both sides unsubscribe after the call returns.
+    async fn until_unsubscribed(&self, name: &str) -> Result<(), Failed> {
+        self.observer.until_subscribers(name, 0).await
     }
 
-    async fn note(&mut self, call: &'static str) -> Result<(), Failed> {
-        self.note_but(call, May::BeEqualOnly).await
+    async fn snapshot(&mut self, call: &'static str) -> Result<(), Failed> {
+        self.snapshot_allowing(call, AllowedDifference::None).await
     }
 
-    async fn note_but(&mut self, call: &'static str, may: May) -> Result<(), Failed> {
+    async fn snapshot_allowing(
+        &mut self,
+        call: &'static str,
+        allowed: AllowedDifference,
+    ) -> Result<(), Failed> {
         let published = self.published().await?;
         let mut keys = BTreeMap::new();
-        let mut names: Vec<Vec<u8>> = self.view.ask(&["KEYS", "*"]).await?;
+        let mut names: Vec<Vec<u8>> = self.observer.ask(&["KEYS", "*"]).await?;
         names.sort();
         for name in names {
-            keys.insert(self.plain(&name), self.left(&name).await?);
+            keys.insert(self.with_placeholders(&name), self.key_state(&name).await?);
         }
-        let mut listened: Vec<Vec<u8>> = self.view.ask(&["PUBSUB", "CHANNELS"]).await?;
-        listened.sort();
-        self.moments.push(Moment {
+        let mut subscribed: Vec<Vec<u8>> = self.observer.ask(&["PUBSUB", "CHANNELS"]).await?;
+        subscribed.sort();
+        self.snapshots.push(Snapshot {
             call,
-            may,
+            allowed,
             keys,
             published,
-            listened,
+            subscribed,
         });
         Ok(())
     }
 
-    async fn left(&self, key: &[u8]) -> Result<Left, Failed> {
+    async fn key_state(&self, key: &[u8]) -> Result<KeyState, Failed> {
         let (kind, pttl): (String, i64) = (
-            self.view.ask_of("TYPE", key).await?,
-            self.view.ask_of("PTTL", key).await?,
+            self.observer.ask_of("TYPE", key).await?,
+            self.observer.ask_of("PTTL", key).await?,
         );
         let content: Vec<(Vec<u8>, Vec<u8>)> = match kind.as_str() {
-            "hash" => self.view.ask_of("HGETALL", key).await?,
-            "string" => vec![(vec![], self.view.ask_of("GET", key).await?)],
-            // It is gone meanwhile, or nothing that either side should leave.
+            "hash" => self.observer.ask_of("HGETALL", key).await?,
+            "string" => vec![(vec![], self.observer.ask_of("GET", key).await?)],
+            // The key has expired meanwhile, or is of a type that neither side should leave.
             _ => vec![],
         };
         let mut content: Vec<_> = content
             .iter()
-            .map(|(field, value)| (self.plain(field), self.plain(value)))
+            .map(|(field, value)| (self.with_placeholders(field), self.with_placeholders(value)))
             .collect();
         content.sort();
-        Ok(Left {
+        Ok(KeyState {
             kind,
             content,
             pttl,
         })
     }
 
-    /// What was published since the last time. The server keeps the order of messages, so all are
-    /// there when ours is.
+    /// The messages since the last call. The server keeps their order, so all have arrived when the
+    /// recorder's own message arrives.
     async fn published(&mut self) -> Result<Vec<(Vec<u8>, Vec<u8>)>, Failed> {
-        self.fences += 1;
-        let fence = self.fences.to_string();
-        self.view.ask::<i64>(&["PUBLISH", FENCE, &fence]).await?;
+        self.separators += 1;
+        let separator = self.separators.to_string();
+        self.observer
+            .ask::<i64>(&["PUBLISH", SEPARATOR, &separator])
+            .await?;
         let mut published = Vec::new();
         loop {
             let Some(message) = tokio::time::timeout(LONG, self.messages.next()).await? else {
@@ -278,20 +295,23 @@ impl Recorder {
             };
             let channel: Vec<u8> = message.get_channel()?;
             let payload: Vec<u8> = message.get_payload()?;
-            if channel == FENCE.as_bytes() {
+            if channel == SEPARATOR.as_bytes() {
                 ensure!(
-                    payload == fence.as_bytes(),
+                    payload == separator.as_bytes(),
                     "the recorder's messages are out of order"
                 );
                 return Ok(published);
             }
-            published.push((self.plain(&channel), self.plain(&payload)));
+            published.push((
+                self.with_placeholders(&channel),
+                self.with_placeholders(&payload),
+            ));
         }
     }
 
-    /// The bytes with owners replaced by what stands for them; that they are replaced proves their
-    /// form.
-    fn plain(&self, bytes: &[u8]) -> Vec<u8> {
+    /// The bytes, or the placeholder if they are an owner's field. The replacement proves the form
+    /// of the field.
+    fn with_placeholders(&self, bytes: &[u8]) -> Vec<u8> {
         let owner = self
             .owners
             .iter()
@@ -300,58 +320,63 @@ impl Recorder {
     }
 }
 
-/// The comparison sees what it is there to see.
+/// The comparison finds a difference in each field of a snapshot.
 #[test]
-fn a_difference_in_a_record_is_found() {
-    let left = Left {
+fn comparison_of_records_finds_each_difference() {
+    let state = KeyState {
         kind: "hash".to_owned(),
         content: vec![(b"CLIENT:A".to_vec(), b"1".to_vec())],
         pttl: 30_000,
     };
-    let same = Moment {
+    let same = Snapshot {
         call: "A: lock()",
-        may: May::BeEqualOnly,
-        keys: BTreeMap::from([(b"recorded".to_vec(), left)]),
+        allowed: AllowedDifference::None,
+        keys: BTreeMap::from([(b"recorded".to_vec(), state)]),
         published: vec![(b"channel".to_vec(), b"0".to_vec())],
-        listened: vec![],
+        subscribed: vec![],
     };
     assert!(compare(&same, &same).is_ok_and(|notes| notes.is_empty()));
-    let changes: [fn(&mut Moment); 8] = [
-        |moment| moment.keys.clear(),
-        |moment| {
+    let changes: [fn(&mut Snapshot); 8] = [
+        |snapshot| snapshot.keys.clear(),
+        |snapshot| {
             drop(
-                moment
+                snapshot
                     .keys
-                    .insert(b"more".to_vec(), moment.keys[&b"recorded"[..]].clone()),
+                    .insert(b"more".to_vec(), snapshot.keys[&b"recorded"[..]].clone()),
             )
         },
-        |moment| {
-            moment
+        |snapshot| {
+            snapshot
                 .keys
                 .values_mut()
-                .for_each(|left| left.kind = "string".to_owned())
+                .for_each(|state| state.kind = "string".to_owned())
         },
-        |moment| {
-            moment
+        |snapshot| {
+            snapshot
                 .keys
                 .values_mut()
-                .for_each(|left| left.content[0].1 = b"2".to_vec())
+                .for_each(|state| state.content[0].1 = b"2".to_vec())
         },
-        |moment| moment.keys.values_mut().for_each(|left| left.pttl = 45_000),
-        |moment| moment.keys.values_mut().for_each(|left| left.pttl = -1),
-        |moment| moment.published.clear(),
-        |moment| moment.listened.push(b"channel".to_vec()),
+        |snapshot| {
+            snapshot
+                .keys
+                .values_mut()
+                .for_each(|state| state.pttl = 45_000)
+        },
+        |snapshot| snapshot.keys.values_mut().for_each(|state| state.pttl = -1),
+        |snapshot| snapshot.published.clear(),
+        |snapshot| snapshot.subscribed.push(b"channel".to_vec()),
     ];
     for (at, change) in changes.iter().enumerate() {
         let mut other = same.clone();
         change(&mut other);
         assert!(
             compare(&same, &other).is_err(),
-            "change {at} is not found in ours"
+            "change {at} is not found in the record of this library"
         );
         assert!(
             compare(&other, &same).is_err(),
-            "change {at} is not found in Redisson's"
+            "change {at} is not found in the record of Redisson"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! The list of scenarios, what each may note about Redisson, and how they are run.
+//! The list of scenarios, the differences of Redisson that each one may note, and the runner.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -6,17 +6,16 @@ use std::time::Duration;
 
 use futures::future::{BoxFuture, join_all};
 
+use crate::fixture::{Direction, Failed, Fixture};
 use crate::support::java::VERSIONS;
-use crate::world::{Failed, Way, World};
 use crate::{counter, leases, ownership, recorder};
 
-/// What came of a scenario: facts about this Redisson that a reader of the table has to know, or
-/// why it failed.
+/// The result of a scenario: the noted differences of this Redisson version, or the failure.
 pub type Outcome = Result<Vec<Note>, Failed>;
 
-/// A thing that a Redisson version does otherwise than ours; in none of them ours loses its
-/// exclusion. The run fails if one appears in a version that is not listed here, or does not appear
-/// in one that is.
+/// A difference between a Redisson version and this library, whose locks stay exclusive in each of
+/// them. The run fails if a difference appears in a version that is not listed here, or does not
+/// appear in a listed one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Note {
     SilentUnlock,
@@ -26,35 +25,35 @@ pub enum Note {
     UnlockLatch,
 }
 
-/// One scenario: a function, and the ways in which it runs.
+/// One scenario: a function, and the directions in which it runs.
 pub struct Scenario {
     pub title: &'static str,
-    pub ways: &'static [Way],
-    /// What it is to note, in which way.
-    notes: &'static [(Way, Note)],
-    run: fn(Arc<World>, Way) -> BoxFuture<'static, Outcome>,
+    pub directions: &'static [Direction],
+    /// The differences to note, by direction.
+    notes: &'static [(Direction, Note)],
+    run: fn(Arc<Fixture>, Direction) -> BoxFuture<'static, Outcome>,
 }
 
-/// One scenario in one way with one version.
+/// One scenario in one direction with one version.
 pub struct Ran {
     pub title: &'static str,
-    pub way: Way,
+    pub direction: Direction,
     pub outcome: Outcome,
 }
 
 /// The title of the scenario that needs several versions.
-pub const FLEET: &str = "three Redisson versions and ours on one lock at once";
+pub const MIXED_VERSIONS: &str = "three Redisson versions and ours on one lock at once";
 
-/// A scenario that takes longer than this hangs.
+/// A scenario that takes longer than this fails.
 const LIMIT: Duration = Duration::from_secs(400);
 
 macro_rules! scenario {
-    ($title:literal, [$($way:ident)+], $function:path $(, $noted:ident: $note:ident)*) => {
+    ($title:literal, [$($direction:ident)+], $function:path $(, $noted:ident: $note:ident)*) => {
         Scenario {
             title: $title,
-            ways: &[$(Way::$way),+],
-            notes: &[$((Way::$noted, Note::$note)),*],
-            run: |world, way| Box::pin(async move { $function(&world, way).await }),
+            directions: &[$(Direction::$direction),+],
+            notes: &[$((Direction::$noted, Note::$note)),*],
+            run: |fixture, direction| Box::pin(async move { $function(&fixture, direction).await }),
         }
     };
 }
@@ -69,13 +68,13 @@ pub const ALL: [Scenario; 14] = [
     scenario!("the watchdog outlasts its timeout", [JavaToRust RustToJava], leases::watchdog),
     scenario!("the owner is killed (SIGKILL)", [JavaToRust RustToJava], leases::killed_owner),
     scenario!("force unlock", [JavaToRust RustToJava], ownership::force_unlock),
-    scenario!("unlock by others", [JavaToRust RustToJava], ownership::not_the_owner, RustToJava: SilentUnlock),
-    scenario!("both answer alike about one key", [JavaToRust RustToJava], ownership::questions),
+    scenario!("unlock by others", [JavaToRust RustToJava], ownership::unlock_by_other_owner, RustToJava: SilentUnlock),
+    scenario!("both answer alike about one key", [JavaToRust RustToJava], ownership::inspection),
     scenario!("names with spaces, unicode, braces, colons", [JavaToRust RustToJava], ownership::names),
     scenario!(
         "a waiter is interrupted, or dropped",
         [JavaToRust RustToJava],
-        ownership::waiter_gives_up,
+        ownership::waiter_ends_early,
         RustToJava: InterruptedLock
     ),
     scenario!(
@@ -94,7 +93,7 @@ pub const ALL: [Scenario; 14] = [
     ),
 ];
 
-/// Runs after the others, as it leaves no processor for them.
+/// Runs after the other scenarios, because it uses all processors.
 pub const COUNTER: Scenario = scenario!(
     "4 Java threads and 4 Rust tasks count to 16 000",
     [Together],
@@ -102,29 +101,29 @@ pub const COUNTER: Scenario = scenario!(
 );
 
 impl Scenario {
-    async fn run(&self, world: Arc<World>, way: Way) -> Ran {
-        let version = world.version.clone();
-        // A task of its own, so that the scenarios share the processors, and a panic ends just one.
-        let running = tokio::spawn((self.run)(world, way));
+    async fn run(&self, fixture: Arc<Fixture>, direction: Direction) -> Ran {
+        let version = fixture.version.clone();
+        // A separate task, so that the scenarios share the processors, and a panic ends only one.
+        let running = tokio::spawn((self.run)(fixture, direction));
         let outcome = match tokio::time::timeout(LIMIT, running).await {
             Ok(Ok(outcome)) => outcome,
             Ok(Err(panicked)) => Err(Failed(panicked.to_string())),
-            Err(_) => Err(Failed(format!("not done within {LIMIT:?}"))),
+            Err(_) => Err(Failed(format!("not finished within {LIMIT:?}"))),
         };
-        let outcome = outcome.and_then(|notes| self.as_listed(&version, way, notes));
+        let outcome = outcome.and_then(|notes| self.checked(&version, direction, notes));
         Ran {
             title: self.title,
-            way,
+            direction,
             outcome,
         }
     }
 
-    /// Fails unless what was noted is what is listed; returns what is listed.
-    fn as_listed(&self, version: &str, way: Way, noted: Vec<Note>) -> Outcome {
+    /// Returns the listed differences; fails unless they are the noted ones.
+    fn checked(&self, version: &str, direction: Direction, noted: Vec<Note>) -> Outcome {
         let listed = self
             .notes
             .iter()
-            .filter(|(noted, note)| *noted == way && note.versions().contains(&version));
+            .filter(|(noted, note)| *noted == direction && note.versions().contains(&version));
         let listed: BTreeSet<Note> = listed.map(|(_, note)| *note).collect();
         let as_listed = noted.iter().all(|note| listed.contains(note))
             && listed
@@ -140,13 +139,18 @@ impl Scenario {
     }
 }
 
-/// Runs all scenarios with one version: those that leave each other alone at the same time.
-pub async fn run_all(world: &Arc<World>) -> Vec<Ran> {
-    let each = ALL
-        .iter()
-        .flat_map(|scenario| scenario.ways.iter().map(move |way| (scenario, *way)));
-    let mut ran = join_all(each.map(|(scenario, way)| scenario.run(Arc::clone(world), way))).await;
-    ran.push(COUNTER.run(Arc::clone(world), Way::Together).await);
+/// Runs all scenarios with one version, the independent ones at the same time.
+pub async fn run_all(fixture: &Arc<Fixture>) -> Vec<Ran> {
+    let each = ALL.iter().flat_map(|scenario| {
+        scenario
+            .directions
+            .iter()
+            .map(move |direction| (scenario, *direction))
+    });
+    let mut ran =
+        join_all(each.map(|(scenario, direction)| scenario.run(Arc::clone(fixture), direction)))
+            .await;
+    ran.push(COUNTER.run(Arc::clone(fixture), Direction::Together).await);
     ran
 }
 
@@ -159,7 +163,7 @@ impl Note {
         Self::UnlockLatch,
     ];
 
-    /// The versions that do this.
+    /// The versions with this difference.
     fn versions(self) -> &'static [&'static str] {
         match self {
             Self::SilentUnlock | Self::InterruptedLock => &["3.8.1"],
@@ -168,7 +172,7 @@ impl Note {
         }
     }
 
-    /// Whether it is a matter of luck if it appears.
+    /// Whether it appears only in some runs.
     fn is_rare(self) -> bool {
         self == Self::UnlockLatch
     }
@@ -184,29 +188,29 @@ impl Note {
         }
     }
 
-    /// What this is, for the table's foot.
+    /// The footnote below the table.
     pub fn text(self) -> &'static str {
         match self {
             Self::SilentUnlock => {
-                "Redisson's `unlock()` of a lock that nobody holds reports success and publishes a release. Later \
-                 versions throw `IllegalMonitorStateException`; here it is `Error::NotHeld`. The message costs a waiter \
-                 one question."
+                "Redisson's `unlock()` of a free lock reports success and publishes a release. Later versions throw \
+                 `IllegalMonitorStateException`; this library returns `Error::NotHeld`. The message costs a waiter one \
+                 attempt."
             }
             Self::InterruptedLock => {
-                "An interrupted `lock()` of Redisson returns as if it had the lock. It has not: the owner keeps it, \
-                 and the Java code goes on without protection."
+                "An interrupted `lock()` of Redisson returns as if it had acquired the lock. It has not: the owner \
+                 keeps the lock, and the Java code continues without protection."
             }
             Self::ShorterReentry => {
                 "`lock()` and then `lock(1 s)` by one Java thread sets the expiry to 1 s, and both holds end with it: \
-                 then anybody can have the lock, as the server says. An owner of ours keeps the longer expiry."
+                 then another owner can acquire the lock. This library keeps the longer expiry."
             }
             Self::PartialRelease => {
                 "An unlock that leaves holds sets the expiry to Redisson's watchdog timeout (from 60 s to 30 s in this \
-                 sequence). Ours never shortens it. All else is the same, byte for byte."
+                 sequence). This library never shortens it. Everything else is the same, byte for byte."
             }
             Self::UnlockLatch => {
-                "After an unlock there may still be `redisson_unlock_latch:{NAME}:REQUEST`, a key that only the \
-                 Redisson client reads that made it; up to 3.52.0 at times until it expires."
+                "After an unlock the key `redisson_unlock_latch:{NAME}:REQUEST` may exist, which only the Redisson \
+                 client reads that created it; up to 3.52.0 at times until it expires."
             }
         }
     }

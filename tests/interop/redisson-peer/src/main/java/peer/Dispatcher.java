@@ -9,7 +9,7 @@ import java.util.Properties;
 import java.util.concurrent.Callable;
 import java.util.concurrent.ConcurrentHashMap;
 
-/** Hands each command to where it runs. Never blocks, so that every thread can be reached. */
+/** Passes each command to its thread. It never blocks, so no command delays another thread's. */
 final class Dispatcher {
     private final Replies replies;
     private final Map<String, Client> clients = new ConcurrentHashMap<>();
@@ -36,7 +36,7 @@ final class Dispatcher {
                 answer(command, Dispatcher::version);
                 break;
             case "clock":
-                // Lets the other side line up its clock with the "ns" of the replies.
+                // The tests relate their own clock to the "ns" of the replies.
                 answer(command, System::nanoTime);
                 break;
             case "exit":
@@ -50,7 +50,7 @@ final class Dispatcher {
                 aside(command, () -> close(command));
                 break;
             case "threadId":
-                // Answered here, as is interrupt: the thread itself may be waiting for a lock.
+                // Runs here, as interrupt does: the named thread may be waiting for a lock.
                 answer(command, () -> thread(command).id());
                 break;
             case "interrupt":
@@ -81,7 +81,7 @@ final class Dispatcher {
         replies.value(command, value, System.nanoTime());
     }
 
-    /** For calls that take their time but belong to no named thread. */
+    /** Runs a slow call that belongs to no named thread on a new thread. */
     private void aside(Command command, Callable<Object> call) {
         Thread thread = new Thread(() -> answer(command, call), command.text("op"));
         thread.setDaemon(true);

@@ -65,13 +65,13 @@ interface LockOp {
         try {
             return RLock.class.getMethod("isHeldByThread", long.class).invoke(lock, thread);
         } catch (NoSuchMethodException e) {
-            // 3.8.1 only knows isHeldByCurrentThread(): ask what it asks, for any thread.
+            // 3.8.1 has only isHeldByCurrentThread(): make the same query for any thread.
             return client.redisson.getMap(command.text("name"), StringCodec.INSTANCE)
                     .containsKey(client.id + ":" + thread);
         }
     }
 
-    /** n times: lock, read the counter, write it plus one, unlock. Only the lock makes it correct. */
+    /** Repeats n times: lock, read the counter, write it plus one, unlock. */
     static Object increment(Client client, Command command) {
         RLock lock = lockOf(client, command);
         RBucket<String> counter = client.redisson.getBucket(command.text("key"), StringCodec.INSTANCE);

@@ -55,7 +55,7 @@ public final class Main {
                 dispatcher.accept(line);
             }
         }
-        // The tests went away: end at once, as a killed process would, whatever is blocked.
+        // The test process has ended: exit at once, even if threads are blocked.
         Runtime.getRuntime().halt(0);
     }
 }

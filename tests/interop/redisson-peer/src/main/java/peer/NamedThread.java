@@ -25,7 +25,7 @@ final class NamedThread {
         queue.add(command);
     }
 
-    /** Interrupts the command under way. False, with no effect, where there is none. */
+    /** Interrupts the running command. Returns false, without effect, if there is none. */
     synchronized boolean interrupt() {
         if (busy) {
             thread.interrupt();
@@ -33,7 +33,7 @@ final class NamedThread {
         return busy;
     }
 
-    /** Lets what is queued run to its end, then ends the thread. */
+    /** Interrupts the running command, and ends the thread after the queued ones. */
     void stop() {
         submit(() -> stopped = true);
         interrupt();
@@ -53,7 +53,7 @@ final class NamedThread {
             command.run();
             synchronized (this) {
                 busy = false;
-                // An interrupt that came too late belongs to no later command.
+                // A late interrupt must not affect the next command.
                 Thread.interrupted();
             }
         }

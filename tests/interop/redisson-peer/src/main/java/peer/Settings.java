@@ -17,7 +17,7 @@ final class Settings {
     private Settings() {
     }
 
-    /** A setting that this Redisson does not have is an error: a test would believe it is set. */
+    /** A setting that this Redisson does not have is an error: a test would rely on it. */
     static Config config(Command command) throws ReflectiveOperationException {
         Config config = new Config();
         String[] urls = command.text("url").split(",");

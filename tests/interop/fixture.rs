@@ -1,5 +1,5 @@
-//! What the scenarios of one Redisson version share: a server, a Java process, clients of both
-//! sides, and an independent view of the server.
+//! The fixture that the scenarios of one Redisson version share: a server, a Java process, clients
+//! of both sides, and an independent connection to the server.
 
 use std::error::Error;
 use std::sync::Mutex;
@@ -12,20 +12,18 @@ use redisson_lock::{LockClient, LockClientBuilder};
 use tokio::task::JoinHandle;
 
 use crate::party::Party;
-use crate::recorder::Moment;
+use crate::recorder::Snapshot;
 use crate::support::java::{Options, Peer, PeerClient, Skip};
 use crate::support::server::Server;
 
-/// What is far more than anything takes that should happen at once, and far less than the 30 s and
-/// more for which the locks concerned live: a handover within it came from the message and not from
-/// the expiry.
+/// The limit of a step that should happen at once. It is far below the leases of the locks in
+/// question (30 s and more): a handover within it is caused by the message and not by the expiry.
 pub const SOON: Duration = Duration::from_secs(5);
 
-/// How long a condition is waited for that may take its time.
+/// The limit of a step that may take longer.
 pub const LONG: Duration = Duration::from_secs(20);
 
-/// The watchdog timeout of the clients that are to renew or to lose their locks while a scenario
-/// looks on.
+/// The watchdog timeout of clients that renew or lose their locks during a scenario.
 pub const SHORT_WATCHDOG: Duration = Duration::from_secs(3);
 
 /// Why a scenario failed.
@@ -42,24 +40,24 @@ impl<E: Error> From<E> for Failed {
 macro_rules! ensure {
     ($holds:expr, $($what:tt)+) => {
         if !$holds {
-            return Err($crate::world::Failed(format!($($what)+)));
+            return Err($crate::fixture::Failed(format!($($what)+)));
         }
     };
 }
 pub(crate) use ensure;
 
-/// Which side a scenario's first party is on: the one that holds the lock, in most of them.
+/// The side of a scenario's first party, which holds the lock in most scenarios.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
-    /// Java holds, Rust comes.
+pub enum Direction {
+    /// Java holds the lock, Rust wants it.
     JavaToRust,
-    /// Rust holds, Java comes.
+    /// Rust holds the lock, Java wants it.
     RustToJava,
-    /// All at once.
+    /// Both sides do the same at once.
     Together,
 }
 
-impl Way {
+impl Direction {
     pub fn name(self) -> &'static str {
         match self {
             Self::JavaToRust => "Java -> Rust",
@@ -69,36 +67,36 @@ impl Way {
     }
 }
 
-/// The two ends of a scenario.
-pub struct World {
+/// The server and the clients of the scenarios.
+pub struct Fixture {
     pub version: String,
     pub server: Server,
-    pub view: View,
-    /// The Java process that all scenarios share. Those that kill it start their own.
+    pub observer: Observer,
+    /// The Java process that all scenarios share. A scenario that kills one starts its own.
     pub peer: Peer,
-    java: Side<PeerClient>,
-    rust: Side<LockClient>,
+    java: Clients<PeerClient>,
+    rust: Clients<LockClient>,
     threads: AtomicU64,
-    /// What the recorder wrote down of ours, for the table.
-    pub record: Mutex<Vec<Moment>>,
+    /// The record of this library, for the table.
+    pub record: Mutex<Vec<Snapshot>>,
 }
 
 /// The clients of one side.
-struct Side<C> {
+struct Clients<C> {
     /// With the default watchdog timeout of 30 s.
     plain: C,
     /// With [`SHORT_WATCHDOG`].
     short: C,
 }
 
-impl World {
+impl Fixture {
     /// Starts everything; a [`Skip`] where Java is missing.
     pub async fn start(version: &str) -> Result<Self, Skip> {
         let peer = Peer::start(version).await?;
         let server = Server::start();
         let url = server.url();
         let open = |name, options| peer.client(name, &url, options);
-        let java = Side {
+        let java = Clients {
             plain: open("plain", Options::default())
                 .await
                 .expect("a Redisson client"),
@@ -106,15 +104,15 @@ impl World {
                 .await
                 .expect("a Redisson client"),
         };
-        let rust = Side {
+        let rust = Clients {
             plain: rust_client(&url, |builder| builder).await,
             short: rust_client(&url, |builder| builder.watchdog_timeout(SHORT_WATCHDOG)).await,
         };
-        let view = View::open(&url).await;
+        let observer = Observer::open(&url).await;
         Ok(Self {
             version: version.to_owned(),
             server,
-            view,
+            observer,
             peer,
             java,
             rust,
@@ -123,64 +121,65 @@ impl World {
         })
     }
 
-    /// A first party, which holds, and a second, which comes: a new thread of Java, and a new owner
-    /// of ours.
-    pub fn pair(&self, way: Way) -> (Party, Party) {
-        self.parties(way, &self.java.plain, &self.rust.plain)
+    /// A first and a second party: a new Java thread and a new Rust owner, in the order of the
+    /// direction.
+    pub fn pair(&self, direction: Direction) -> (Party, Party) {
+        self.parties(direction, &self.java.plain, &self.rust.plain)
     }
 
-    /// The same, where the first party's client has the [`SHORT_WATCHDOG`].
-    pub fn pair_with_short_watchdog(&self, way: Way) -> (Party, Party) {
-        match way {
-            Way::RustToJava => self.parties(way, &self.java.plain, &self.rust.short),
-            _ => self.parties(way, &self.java.short, &self.rust.plain),
+    /// As [`pair`](Self::pair), where the first party's client has the [`SHORT_WATCHDOG`].
+    pub fn pair_with_short_watchdog(&self, direction: Direction) -> (Party, Party) {
+        match direction {
+            Direction::RustToJava => self.parties(direction, &self.java.plain, &self.rust.short),
+            _ => self.parties(direction, &self.java.short, &self.rust.plain),
         }
     }
 
-    /// All clients of Java's side.
+    /// All Java clients.
     pub fn java_clients(&self) -> [&PeerClient; 2] {
         [&self.java.plain, &self.java.short]
     }
 
-    /// All clients of ours.
+    /// All Rust clients.
     pub fn rust_clients(&self) -> [&LockClient; 2] {
         [&self.rust.plain, &self.rust.short]
     }
 
-    fn parties(&self, way: Way, java: &PeerClient, rust: &LockClient) -> (Party, Party) {
-        let java = Party::Java(java.thread(&self.fresh("thread")));
+    fn parties(
+        &self,
+        direction: Direction,
+        java: &PeerClient,
+        rust: &LockClient,
+    ) -> (Party, Party) {
+        let java = Party::Java(java.thread(&self.unique_name("thread")));
         let rust = Party::of(rust);
-        match way {
-            Way::JavaToRust => (java, rust),
-            Way::RustToJava => (rust, java),
-            Way::Together => unreachable!("no party comes first"),
+        match direction {
+            Direction::JavaToRust => (java, rust),
+            Direction::RustToJava => (rust, java),
+            Direction::Together => unreachable!("there is no first party"),
         }
     }
 
     /// A name that no other scenario of this server uses.
-    pub fn fresh(&self, what: &str) -> String {
+    pub fn unique_name(&self, what: &str) -> String {
         format!("{what}:{}", self.threads.fetch_add(1, Ordering::Relaxed))
     }
 }
 
-/// A client that does not look for lost messages, so that what wakes it is the message or the
-/// expiry.
+/// A client without re-checks, so that only the message or the expiry wakes its waiters.
 pub async fn rust_client(
     url: &str,
     settings: impl FnOnce(LockClientBuilder) -> LockClientBuilder,
 ) -> LockClient {
     let builder = LockClient::builder().recheck_interval(Duration::from_secs(3600));
-    settings(builder)
-        .connect(url)
-        .await
-        .expect("a client of ours")
+    settings(builder).connect(url).await.expect("a Rust client")
 }
 
-/// The server as somebody sees it who uses neither library.
+/// An independent connection that reads the server's state.
 #[derive(Clone)]
-pub struct View(MultiplexedConnection);
+pub struct Observer(MultiplexedConnection);
 
-impl View {
+impl Observer {
     pub async fn open(url: &str) -> Self {
         let config = AsyncConnectionConfig::new()
             .set_response_timeout(Some(LONG))
@@ -203,7 +202,7 @@ impl View {
             .await?)
     }
 
-    /// A question about a key of any bytes.
+    /// A command with a key of any bytes.
     pub async fn ask_of<T: FromRedisValue>(&self, command: &str, key: &[u8]) -> Result<T, Failed> {
         Ok(redis::cmd(command)
             .arg(key)
@@ -224,43 +223,44 @@ impl View {
         self.ask(&["EXISTS", name]).await
     }
 
-    /// How many clients listen for the lock's release.
-    pub async fn listeners(&self, name: &str) -> Result<i64, Failed> {
-        let (_, listeners): (String, i64) = self.ask(&["PUBSUB", "NUMSUB", &channel(name)]).await?;
-        Ok(listeners)
+    /// How many connections subscribe to the release channel of the lock.
+    pub async fn subscribers(&self, name: &str) -> Result<i64, Failed> {
+        let (_, subscribers): (String, i64) =
+            self.ask(&["PUBSUB", "NUMSUB", &channel(name)]).await?;
+        Ok(subscribers)
     }
 
-    /// Waits until so many clients listen for the lock's release. What is published from then on
-    /// reaches them all.
-    pub async fn until_listeners(&self, name: &str, wanted: i64) -> Result<(), Failed> {
+    /// Waits until so many connections subscribe to the release channel of the lock. Every later
+    /// message reaches them all.
+    pub async fn until_subscribers(&self, name: &str, wanted: i64) -> Result<(), Failed> {
         let deadline = Instant::now() + LONG;
         loop {
-            let listeners = self.listeners(name).await?;
-            if listeners == wanted {
+            let subscribers = self.subscribers(name).await?;
+            if subscribers == wanted {
                 return Ok(());
             }
             ensure!(
                 Instant::now() < deadline,
-                "{listeners} listeners and not {wanted} on {:?}",
+                "{subscribers} subscribers and not {wanted} on {:?}",
                 channel(name)
             );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 
-    /// Fails unless the lock has just this owner, with this count.
+    /// Fails unless the lock has only this owner, with this count.
     pub async fn ensure_owner(&self, name: &str, owner: &Party, count: i64) -> Result<(), Failed> {
         let owners = self.owners(name).await?;
         let wanted = vec![(owner.owner().await?, count)];
         ensure!(
             owners == wanted,
-            "the lock {name:?} holds {owners:?} and not {wanted:?}"
+            "the lock {name:?} has the owners {owners:?} and not {wanted:?}"
         );
         Ok(())
     }
 }
 
-/// The channel of a lock's release, by the rule in docs/wire-format.md.
+/// The release channel of a lock, by the rule in docs/wire-format.md.
 pub fn channel(name: &str) -> String {
     if name.contains('{') {
         format!("redisson_lock__channel:{name}")
@@ -269,7 +269,7 @@ pub fn channel(name: &str) -> String {
     }
 }
 
-/// Something under way at the same time as the scenario. Dropping it drops what it does.
+/// Work that runs at the same time as the scenario. Dropping the task cancels the work.
 pub struct Task<T>(JoinHandle<Result<T, Failed>>);
 
 impl<T: Send + 'static> Task<T> {
@@ -281,7 +281,7 @@ impl<T: Send + 'static> Task<T> {
         self.0.is_finished()
     }
 
-    /// What comes of it, if it ends within the limit.
+    /// The result of the work; fails if it does not end within the limit.
     pub async fn within(&mut self, limit: Duration, what: &str) -> Result<T, Failed> {
         match self.ends_within(limit).await {
             Some(result) => result.map_err(|Failed(why)| Failed(format!("{what}: {why}"))),
@@ -289,16 +289,16 @@ impl<T: Send + 'static> Task<T> {
         }
     }
 
-    /// The same, where it is no failure if it goes on.
+    /// The result of the work, or `None` if it does not end within the limit.
     pub async fn ends_within(&mut self, limit: Duration) -> Option<Result<T, Failed>> {
         let ended = tokio::time::timeout(limit, &mut self.0).await.ok()?;
         Some(ended.unwrap_or_else(|panicked| Err(panicked.into())))
     }
 
-    /// Stops it where it stands, and waits until it is gone.
+    /// Cancels the work, and waits until it has ended.
     pub async fn cancel(mut self) {
         self.0.abort();
-        // It has either ended or been cancelled; both are fine.
+        // Whether the work had ended before does not matter.
         let _ = (&mut self.0).await;
     }
 }
@@ -309,7 +309,7 @@ impl<T> Drop for Task<T> {
     }
 }
 
-/// A party that waits for the lock; when it has it, that moment.
+/// A task in which the party acquires the lock; its result is the moment of the acquisition.
 pub fn locking(party: &Party, name: &str) -> Task<Instant> {
     let (party, name) = (party.clone(), name.to_owned());
     Task::start(async move {

@@ -1,10 +1,10 @@
-//! Beside Java, where nobody else's record helps: the server alone decides, and the message alone
-//! wakes.
+//! Force unlocks between Java and this library: the former owner's unlock leaves the new owner's
+//! lock, and the release message wakes the waiters of the other side.
 
 use std::time::Duration;
 
 use crate::support::java::{Options, Peer, PeerClient, VERSIONS};
-use crate::support::server::Server;
+use crate::support::server::{Server, wait_until};
 use redisson_lock::{Error, LockClient};
 
 const SOON: Duration = Duration::from_secs(10);
@@ -28,7 +28,7 @@ async fn java(server: &Server) -> Option<(Peer, PeerClient)> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_guard_that_does_not_know_yet_leaves_javas_lock_alone() {
+async fn unlock_of_unaware_guard_keeps_javas_lock() {
     let server = Server::start();
     let Some((_peer, client)) = java(&server).await else {
         return;
@@ -38,17 +38,17 @@ async fn a_guard_that_does_not_know_yet_leaves_javas_lock_alone() {
     let guard = rust.lock("x").lock().await.unwrap();
     assert!(java.force_unlock("x").await.unwrap());
     assert!(java.try_lock("x", Duration::ZERO, None).await.unwrap());
-    assert!(!guard.is_lost(), "10 s to the next renewal");
+    assert!(!guard.is_lost(), "the next renewal is due only in 10 s");
     let unlocked = guard.unlock().await;
     assert!(
         java.is_held("x").await.unwrap(),
-        "our unlock took Java's lock"
+        "the unlock released Java's lock"
     );
     assert!(matches!(unlocked, Err(Error::Lost { .. })), "{unlocked:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn our_force_unlock_wakes_a_waiter_in_java_and_javas_wakes_ours() {
+async fn force_unlock_wakes_waiter_of_other_side() {
     let server = Server::start();
     let Some((_peer, client)) = java(&server).await else {
         return;
@@ -70,24 +70,24 @@ async fn our_force_unlock_wakes_a_waiter_in_java_and_javas_wakes_ours() {
     };
     a.lock("x").await.unwrap();
     let waiting = tokio::spawn(async move { b.lock("x").await });
-    crate::support::server::wait_until("Java listens", SOON, || subscribers() == 1);
+    wait_until("Java is subscribed", SOON, || subscribers() == 1);
     assert!(rust.lock("x").force_unlock().await.unwrap());
-    // Far below the lease of 30 s, so it was the message.
+    // The limit is far below the lease of 30 s, so only the message can wake the waiter.
     tokio::time::timeout(SOON, waiting)
         .await
-        .expect("Java is woken")
+        .expect("the Java waiter was not woken")
         .unwrap()
         .unwrap();
-    crate::support::server::wait_until("Java listens no more", SOON, || subscribers() == 0);
+    wait_until("Java is unsubscribed", SOON, || subscribers() == 0);
     let waiting = tokio::spawn({
         let lock = rust.lock("x");
         async move { lock.lock().await }
     });
-    crate::support::server::wait_until("ours listens", SOON, || subscribers() == 1);
+    wait_until("the Rust waiter is subscribed", SOON, || subscribers() == 1);
     assert!(a.force_unlock("x").await.unwrap());
     let guard = tokio::time::timeout(SOON, waiting)
         .await
-        .expect("ours is woken")
+        .expect("the Rust waiter was not woken")
         .unwrap()
         .unwrap();
     guard.unlock().await.unwrap();
