@@ -129,13 +129,13 @@ async fn connect_timeout_limits_all_steps() {
     let began = Instant::now();
     let builder = LockClient::builder().command_timeout(Duration::from_secs(60));
     let outcome = builder
-        .connect_timeout(Duration::from_millis(500))
+        .connect_timeout(Duration::from_secs(2))
         .connect(&proxy.url())
         .await;
     assert_eq!(proxy.applied(), 1);
     assert!(
-        began.elapsed() < Duration::from_secs(5),
-        "{:?} instead of 500 ms: {outcome:?}",
+        began.elapsed() < Duration::from_secs(20),
+        "{:?} instead of 2 s: {outcome:?}",
         began.elapsed()
     );
 }
