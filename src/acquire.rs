@@ -211,7 +211,7 @@ impl Waiter {
             }),
             (Duration::ZERO, None) if !self.patience.is_zero() => Err(Error::Connection {
                 address: self.entry.ident.address.to_string(),
-                detail: format!("no attempt got a reply for {lasted:?}"),
+                error: format!("no attempt got a reply for {lasted:?}").into(),
             }),
             (left, _) => Ok(left),
         }

@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use crate::info::LockInfo;
 
+mod connection;
 mod server;
 
+pub use connection::ConnectionError;
 pub use server::{ServerError, ServerErrorKind};
 
 /// Why an operation failed.
@@ -167,13 +169,14 @@ pub enum Error {
         error: ServerError,
     },
     /// The server cannot be reached. Nothing was changed. Call again when it is back.
-    #[error("no connection to {address}: {detail}")]
+    #[error("no connection to {address}: {error}")]
     #[non_exhaustive]
     Connection {
         /// Host and port.
         address: String,
         /// What went wrong.
-        detail: String,
+        #[source]
+        error: ConnectionError,
     },
     /// There is no tokio runtime on which the operation can run. Nothing was sent. Await the
     /// operation inside a runtime, or connect a client in the runtime that is in use.

@@ -89,7 +89,7 @@ mod wakeup;
 
 pub use client::{LockClient, LockClientBuilder};
 pub use config::DeadlockDetection;
-pub use error::{Error, LostReason, ServerError, ServerErrorKind, Step};
+pub use error::{ConnectionError, Error, LostReason, ServerError, ServerErrorKind, Step};
 pub use info::LockInfo;
 pub use keys::MAX_NAME_LEN;
 pub use locks::guard::LockGuard;

@@ -84,7 +84,7 @@ impl Link {
             Err(_) => {
                 return Err(Error::Connection {
                     address: settings.address(),
-                    detail: "the connection was lost while connecting".into(),
+                    error: "the connection was lost while connecting".to_owned().into(),
                 });
             }
         };

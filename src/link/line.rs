@@ -15,7 +15,7 @@ use tokio::time::timeout;
 
 use super::Settings;
 use super::settings::Reconnect;
-use crate::error::{Error, ServerError, ServerErrorKind};
+use crate::error::{ConnectionError, Error, ServerError, ServerErrorKind};
 
 /// A connection and its driver; dropping it ends both.
 ///
@@ -59,16 +59,18 @@ impl Line {
                 error: problem.details().into(),
             }),
             Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => Err(too_late),
-            Ok(Err(problem)) => Err(Error::Connection {
-                address: settings.address(),
-                detail: match problem.kind() {
-                    ErrorKind::Protocol | ErrorKind::Parse => format!(
-                        "no Redis or Valkey server answers there: {}",
-                        plain(problem.details())
-                    ),
-                    _ => plain(problem.details()).to_owned(),
-                },
-            }),
+            Ok(Err(problem)) => {
+                let error = ConnectionError::from_debug(problem.details());
+                Err(Error::Connection {
+                    address: settings.address(),
+                    error: match problem.kind() {
+                        ErrorKind::Protocol | ErrorKind::Parse => {
+                            format!("no Redis or Valkey server answers there: {error}").into()
+                        }
+                        _ => error,
+                    },
+                })
+            }
             Err(_) => Err(too_late),
         }
     }
@@ -146,16 +148,6 @@ fn is_server_error(problem: &fred::error::Error) -> bool {
     *problem.kind() == ErrorKind::Auth
         || details.starts_with("ERR ")
         || ServerError::from(details).kind() != ServerErrorKind::Other
-}
-
-/// The message alone of an I/O error that the client library has written as a structure.
-fn plain(details: &str) -> &str {
-    let quoted = details
-        .split_once("message: \"")
-        .or_else(|| details.split_once("error: \""));
-    quoted
-        .and_then(|(_, rest)| rest.split('"').next())
-        .unwrap_or(details)
 }
 
 impl Drop for Line {

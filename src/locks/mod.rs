@@ -76,7 +76,7 @@ pub(crate) fn error(failure: Failure, lock: &str, address: &str, unknown: Option
             },
             Failure::NotSent(detail) | Failure::Unknown(detail) => Error::Connection {
                 address: address.to_owned(),
-                detail,
+                error: detail.into(),
             },
         };
     };

@@ -250,6 +250,12 @@ async fn invalid_names_leases_and_timeouts_are_refused() {
 #[tokio::test]
 async fn errors_of_connecting_name_the_address() {
     let answer = LockClient::connect("redis://127.0.0.1:1").await;
+    let Err(Error::Connection { error, .. }) = &answer else {
+        panic!("{answer:?}")
+    };
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionRefused);
+    let source = answer.as_ref().unwrap_err().source().expect("a source");
+    assert_eq!(source.to_string(), "Connection refused");
     let is = |error: &Error| matches!(error, Error::Connection { .. });
     assert_error(
         answer,

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::support::observe::{hold_count, ttl};
+use crate::support::process::{self, run_alone};
 use crate::support::server::{Server, unique, wait_until};
 use redis::{Connection, cmd};
 use redisson_lock::{
@@ -647,8 +648,17 @@ async fn alternative_url_forms_connect() {
     }
 }
 
+/// In a process of its own, whose log is all that its threads log.
+#[test]
+fn password_appears_in_no_output() {
+    run_alone("input::worker_process", "password");
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn password_appears_in_no_output() {
+async fn worker_process() {
+    if process::role().is_none() {
+        return;
+    }
     let log = Log::capture();
     let server = Server::builder().password(PASSWORD).start();
     let url = server.url();

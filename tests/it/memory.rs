@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use redisson_lock::{Error, LockClient, LockGuard, Owner, OwnerExt, OwnerPolicy, ReentrantLock};
 
-use crate::support::process::{self, Worker};
+use crate::support::process::{self, run_alone};
 use crate::support::server::{Server, unique, wait_until};
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -34,16 +34,6 @@ unsafe impl GlobalAlloc for Counting {
         // SAFETY: the caller upholds the same contract.
         unsafe { System.dealloc(memory, layout) }
     }
-}
-
-/// Runs a measurement in a process of its own: the allocator counts the bytes of the whole process.
-fn in_own_process(measurement: &str) {
-    let mut worker = Worker::start("memory::worker_process", measurement, &[]);
-    let status = worker.ended(Duration::from_secs(120));
-    assert!(
-        status.success(),
-        "{measurement}: {status} (see the panic above)"
-    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -88,27 +78,27 @@ fn grown(before: usize) -> usize {
 
 #[test]
 fn client_allocates_less_than_a_megabyte() {
-    in_own_process("client");
+    run_alone("memory::worker_process", "client");
 }
 
 #[test]
 fn detached_hold_with_expired_lease_keeps_no_memory() {
-    in_own_process("detached_hold");
+    run_alone("memory::worker_process", "detached_hold");
 }
 
 #[test]
 fn lost_detached_holds_of_tasks_are_kept_up_to_a_limit() {
-    in_own_process("lost_holds_of_tasks");
+    run_alone("memory::worker_process", "lost_holds_of_tasks");
 }
 
 #[test]
 fn lost_detached_holds_of_relocking_tasks_are_kept_up_to_a_limit() {
-    in_own_process("lost_holds_of_relocking_tasks");
+    run_alone("memory::worker_process", "lost_holds_of_relocking_tasks");
 }
 
 #[test]
 fn refused_release_with_expired_lease_keeps_no_memory() {
-    in_own_process("refused_release");
+    run_alone("memory::worker_process", "refused_release");
 }
 
 /// One client for a process is enough, but a program may have one for each of many servers.

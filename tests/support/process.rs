@@ -120,3 +120,11 @@ pub fn role() -> Option<String> {
 pub fn setting(name: &str) -> String {
     std::env::var(format!("{SETTING}{name}")).unwrap_or_else(|_| panic!("no setting {name}"))
 }
+
+/// Runs one test of this binary with that role in a process of its own, and expects that it passes:
+/// for what concerns the whole process, such as its allocator or its log.
+#[track_caller]
+pub fn run_alone(test: &str, role: &str) {
+    let status = Worker::start(test, role, &[]).ended(Duration::from_secs(120));
+    assert!(status.success(), "{role}: {status} (see the panic above)");
+}

@@ -30,7 +30,7 @@ impl Inspected {
         let Asked { reply, .. } = core.ask(call, keys.name(), Step::Inspect).await?;
         let malformed = || Error::Connection {
             address: core.address.to_string(),
-            detail: "a reply of an unknown shape".into(),
+            error: "a reply of an unknown shape".to_owned().into(),
         };
         let Reply::List(mut values) = reply else {
             return Err(malformed());

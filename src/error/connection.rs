@@ -1,0 +1,81 @@
+//! Errors of the connection itself.
+
+use std::{fmt, io};
+
+/// Why a connection failed: the source of [`Error::Connection`](crate::Error::Connection).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConnectionError {
+    kind: io::ErrorKind,
+    message: String,
+}
+
+impl ConnectionError {
+    /// The kind of I/O error, as the operating system reported it; [`io::ErrorKind::Other`] if it
+    /// did not report one.
+    #[must_use]
+    pub fn kind(&self) -> io::ErrorKind {
+        self.kind
+    }
+
+    /// An I/O error that the client library wrote as text: `Os { code: .., kind: .., message: .. }`.
+    pub(crate) fn from_debug(text: &str) -> Self {
+        let after = |start| Some(text.split_once(start)?.1);
+        let kind = after("kind: ").and_then(|rest| rest.split([',', ' ', '}']).next());
+        let quoted = after("message: \"").or_else(|| after("error: \""));
+        let message = quoted.and_then(|rest| rest.split('"').next());
+        Self {
+            kind: match kind {
+                Some("ConnectionRefused") => io::ErrorKind::ConnectionRefused,
+                Some("ConnectionReset") => io::ErrorKind::ConnectionReset,
+                Some("ConnectionAborted") => io::ErrorKind::ConnectionAborted,
+                Some("BrokenPipe") => io::ErrorKind::BrokenPipe,
+                Some("UnexpectedEof") => io::ErrorKind::UnexpectedEof,
+                Some("HostUnreachable") => io::ErrorKind::HostUnreachable,
+                Some("NetworkUnreachable") => io::ErrorKind::NetworkUnreachable,
+                Some("TimedOut") => io::ErrorKind::TimedOut,
+                Some("NotFound") => io::ErrorKind::NotFound,
+                _ => io::ErrorKind::Other,
+            },
+            message: message.unwrap_or(text).to_owned(),
+        }
+    }
+}
+
+impl From<String> for ConnectionError {
+    fn from(message: String) -> Self {
+        Self {
+            kind: io::ErrorKind::Other,
+            message,
+        }
+    }
+}
+
+impl fmt::Display for ConnectionError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)
+    }
+}
+
+impl std::error::Error for ConnectionError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn io_error_that_was_written_as_text_is_read_back() {
+        let refused = io::Error::from_raw_os_error(111);
+        let error = ConnectionError::from_debug(&format!("{refused:?}"));
+        assert_eq!(error.kind(), refused.kind());
+        assert_eq!(error.to_string(), "Connection refused");
+        let custom = io::Error::new(io::ErrorKind::UnexpectedEof, "unexpected end");
+        let error = ConnectionError::from_debug(&format!("{custom:?}"));
+        assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
+        assert_eq!(error.to_string(), "unexpected end");
+        let error = ConnectionError::from_debug("anything else");
+        assert_eq!(
+            (error.kind(), &*error.to_string()),
+            (io::ErrorKind::Other, "anything else")
+        );
+    }
+}
