@@ -1,6 +1,7 @@
 //! The flash-sale example, run as its users run it: what it says, how it ends, and that it leaves
 //! nothing behind.
 
+mod recipes;
 #[path = "../../tests/support/server.rs"]
 mod server;
 

@@ -27,6 +27,7 @@ mod log_events;
 mod many_waiters;
 mod memory;
 mod outages;
+mod porting;
 mod processes;
 mod reentrancy;
 mod reentry_lease;
