@@ -14,44 +14,49 @@
 //!
 //! # Which lock?
 //!
-//! | you want | take |
+//! | purpose | type |
 //! |---|---|
-//! | one at a time, across processes; nested code may lock again | [`LockClient::lock`]: [`ReentrantLock`] |
+//! | mutual exclusion across processes; nested code may lock again | [`ReentrantLock`], from [`LockClient::lock`] |
 //!
-//! And which way of locking:
+//! # Which way of locking?
 //!
-//! | you want | take |
+//! | purpose | method |
 //! |---|---|
-//! | to run something under the lock, and have it stopped if the lock is lost | [`ReentrantLock::run`] |
-//! | a lock that is held across several steps of your own | [`ReentrantLock::lock`], and watch [`LockGuard::lost`] |
-//! | to do something else if the lock is taken | [`ReentrantLock::try_lock`] |
-//! | to port code that locks and unlocks by hand | [`LockGuard::forget`], [`ReentrantLock::unlock`], [`OwnerPolicy::PerTask`] |
-//! | to clear a lock away | [`ReentrantLock::force_unlock`] |
+//! | run a future under the lock, and stop it if the lock is lost | [`ReentrantLock::run`] |
+//! | the same, but only if the lock is free | [`ReentrantLock::try_run`] |
+//! | hold the lock across several steps | [`ReentrantLock::lock`], with [`LockGuard::lost`] |
+//! | do something else if the lock is held | [`ReentrantLock::try_lock`], [`ReentrantLock::try_lock_for`] |
+//! | port code that locks and unlocks by hand | [`LockGuard::detach`], [`ReentrantLock::unlock`], [`OwnerPolicy::PerTask`] |
+//! | see who holds the lock | [`ReentrantLock::inspect`] |
+//! | free a lock, whoever holds it | [`ReentrantLock::force_unlock`] |
+//!
+//! Inside [`run`](ReentrantLock::run) the code that is awaited is the owner of the lock, and locks
+//! it again without waiting. Outside, each acquisition has an [`Owner`] of its own, so two branches
+//! of one `join!` exclude each other.
 //!
 //! # What is promised
 //!
-//! While a guard is not lost, nobody else has the lock, as long as the server keeps what it has
-//! confirmed; and an owner hears of a loss before anybody else can have the lock, as long as nobody
-//! takes it away on the server. What can go wrong all the same is told in `docs/safety.md`: read it
-//! before money hangs on a lock.
+//! While a guard is not lost, no other owner holds the lock, as long as the server keeps what it
+//! has confirmed. An owner that loses its lock is notified before another owner can acquire it, as
+//! long as nobody takes the lock away on the server. It is no replacement for fencing tokens: what
+//! can go wrong all the same is on the page [`docs::safety`]. Read it before money depends on a
+//! lock.
 //!
-//! Every acquisition has a lease. Without one of its own ([`LockRequest::lease`]) it is the
-//! watchdog timeout ([`LockClientBuilder::watchdog_timeout`], 30 s), and it is renewed every third
-//! of that until the hold is given back.
+//! Each acquisition has a lease. Without one of its own ([`LockRequest::lease`]) it is the watchdog
+//! timeout ([`LockClientBuilder::watchdog_timeout`], 30 s), and it is renewed after each third of
+//! that until the hold is released.
 //!
 //! # Runtime
 //!
-//! A client works on the tokio runtime that it was connected on (with timers and I/O), of either
-//! flavour. A guard may be dropped anywhere.
+//! A client works on the tokio runtime on which it connected (with timers and I/O enabled), of
+//! either flavor. Locks, requests and guards can be used from any runtime, thread or executor while
+//! that runtime runs; guards can be dropped anywhere. Call [`LockClient::shutdown`] before the
+//! runtime ends: what is released in the background is not sent afterwards.
 //!
-//! # The rooms
+//! # Guides
 //!
-//! For readers of the source: `client` is the way in and owns the tasks; `locks` has a file for
-//! each kind of lock; `acquire` is the waiting algorithm, `wakeup` the queues and channels, `holds`
-//! and `lease` the table of what is held, `renewal` the scheduler that keeps it alive, `release`
-//! what is given back, in the background if need be; `script` knows the Lua files, and `link` is
-//! the only room that knows the client library. `docs/architecture.md` tells how they work
-//! together.
+//! [`docs`] has pages about safety, operations, recipes, compatibility with Redisson, the wire
+//! format, performance and the architecture.
 
 #![forbid(unsafe_code)]
 #![warn(missing_docs, unreachable_pub, elided_lifetimes_in_paths)]
@@ -68,6 +73,7 @@ mod background;
 mod client;
 mod config;
 mod core;
+pub mod docs;
 mod error;
 mod handoff;
 mod holds;

@@ -406,7 +406,7 @@ pub(crate) fn settle(core: &Arc<Core>, entry: EntryRef, leave: i64, lease: Lease
         // The holds that stay are entitled to nothing new, and an expiry is never shortened.
         if let Err(failure) = told_to_leave(&worker, &entry, leave, LeaseTime::SHORTEST, moot).await {
             add(&worker.counters.failed_releases);
-            tracing::warn!(lock = %entry.ident.lock(), %failure, "an unknown outcome could not be settled, the lease will expire");
+            tracing::warn!(lock = %entry.ident.lock(), error = %failure, "an unknown outcome could not be settled, the lease will expire");
         }
         drop(turn);
     });
