@@ -28,7 +28,7 @@
 //! | do something else if the lock is held | [`ReentrantLock::try_lock`], [`ReentrantLock::try_lock_for`] |
 //! | port code that locks and unlocks by hand | [`LockGuard::detach`], [`ReentrantLock::unlock`], [`OwnerPolicy::PerTask`] |
 //! | see who holds the lock | [`ReentrantLock::inspect`] |
-//! | free a lock, whoever holds it | [`ReentrantLock::force_unlock`] |
+//! | free a lock that any owner holds | [`ReentrantLock::force_unlock`] |
 //!
 //! Inside [`run`](ReentrantLock::run) the code that is awaited is the owner of the lock, and locks
 //! it again without waiting. Outside, each acquisition has an [`Owner`] of its own, so two branches

@@ -1,4 +1,4 @@
-//! Who holds a lock: the client's id and the owner's thread id.
+//! Owners of locks: the client's id and the owner's thread id.
 
 use std::collections::hash_map::RandomState;
 use std::fmt;
@@ -68,14 +68,14 @@ impl fmt::Display for ClientId {
     }
 }
 
-/// A logical thread: who locks, and who locks again when nested code locks the same lock.
+/// A logical thread: it holds locks, and code that runs as the same owner can lock them again.
 ///
 /// In Redisson the owner of a lock is a thread of a client. A tokio task moves between threads, and
-/// one task can run two branches at once, so here the owner is an owner. Outside any owner each
-/// acquisition is an owner of its own, and two branches of one `join!` exclude each other; inside a
-/// owner's scope locking again re-enters. The scope comes from
+/// one task can run two branches at once, so here the owner is a value. Outside any scope each
+/// acquisition has an owner of its own, and two branches of one `join!` exclude each other; inside
+/// an owner's scope locking again re-enters. The scope comes from
 /// [`ReentrantLock::run`](crate::ReentrantLock::run), [`LockGuard::run`](crate::LockGuard::run),
-/// [`Owner::scope`] or [`OwnerExt::with_owner`]. It does not leak into spawned tasks;
+/// [`Owner::scope`] or [`OwnerExt::with_owner`]. A spawned task is outside of it, unless
 /// [`OwnerExt::in_current_owner`] carries it there.
 ///
 /// ```
@@ -95,7 +95,7 @@ impl fmt::Display for ClientId {
 #[derive(Debug, Clone, Copy)]
 pub struct Owner {
     thread_id: i64,
-    /// Whether only this process can know the id. Otherwise somebody else may hold locks under it.
+    /// Whether only this process can know the id. Otherwise another process may hold locks under it.
     private: bool,
 }
 
