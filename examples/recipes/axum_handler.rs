@@ -2,7 +2,7 @@
 //! `docs/recipes.md` explains it.
 //!
 //! ```sh
-//! REDIS_URL=redis://127.0.0.1:6379 cargo run --package redisson-lock-examples --example axum_handler
+//! cargo run --package redisson-lock-examples --example axum_handler
 //! curl -X POST http://127.0.0.1:3000/orders/42/confirm
 //! ```
 

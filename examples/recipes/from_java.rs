@@ -2,7 +2,7 @@
 //! `docs/recipes.md` explains it.
 //!
 //! ```sh
-//! REDIS_URL=redis://127.0.0.1:6379 cargo run --package redisson-lock-examples --example from_java
+//! cargo run --package redisson-lock-examples --example from_java
 //! ```
 
 use redisson_lock::{Error, LockClient, Owner, OwnerPolicy};

@@ -2,7 +2,7 @@
 //! `docs/recipes.md` explains it.
 //!
 //! ```sh
-//! REDIS_URL=redis://127.0.0.1:6379 cargo run --package redisson-lock-examples --example nightly_job
+//! cargo run --package redisson-lock-examples --example nightly_job
 //! ```
 
 use std::time::Duration;
