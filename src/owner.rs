@@ -1,4 +1,4 @@
-//! Owners of locks: the client's id and the owner's thread id.
+//! Owners of locks: the client's id, the thread id, and the scopes that make an owner ambient.
 
 use std::collections::hash_map::RandomState;
 use std::fmt;
@@ -20,15 +20,32 @@ tokio::task_local! {
     static AMBIENT: Option<Owner>;
 }
 
-/// Identifies one client among all that share a server: a random UUID, as in Redisson.
+/// The id of one client among all clients of a server: a UUID, as in Redisson. It is the part
+/// CLIENT of `CLIENT:THREAD`, the field that an [`Owner`] has in the hash of a lock.
 ///
-/// A fresh one is made for each [`LockClient`](crate::LockClient) unless
-/// [`LockClientBuilder::client_id`](crate::LockClientBuilder::client_id) hands over another's.
+/// Each [`LockClient`](crate::LockClient) gets a random id, unless
+/// [`LockClientBuilder::client_id`](crate::LockClientBuilder::client_id) sets one. Two processes
+/// that use the same id at the same time are one client to the server: an owner of one process can
+/// release what an owner with the same thread id of the other process holds.
+///
+/// ```
+/// use redisson_lock::ClientId;
+///
+/// let id: ClientId = "6F1B5CD0-7C40-4F0A-9E0D-2B7A3C1D9E11".parse()?;
+/// assert_eq!(id.to_string(), "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11");
+/// # Ok::<(), redisson_lock::Error>(())
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClientId(Uuid);
 
 impl ClientId {
-    /// A fresh random id (UUID version 4).
+    /// A new random id (UUID version 4).
+    ///
+    /// ```
+    /// use redisson_lock::ClientId;
+    ///
+    /// assert_ne!(ClientId::random(), ClientId::random());
+    /// ```
     #[must_use]
     pub fn random() -> Self {
         Self(Uuid::new_v4())
@@ -50,7 +67,10 @@ impl From<ClientId> for Uuid {
 impl FromStr for ClientId {
     type Err = Error;
 
-    /// Reads a UUID in any of its usual forms.
+    /// Parses a UUID: with or without hyphens, in upper or lower case.
+    ///
+    /// # Errors
+    /// [`Error::InvalidConfig`]: the text is not a UUID.
     fn from_str(text: &str) -> Result<Self, Error> {
         let uuid = Uuid::try_parse(text).map_err(|problem| Error::InvalidConfig {
             setting: "client id",
@@ -62,27 +82,45 @@ impl FromStr for ClientId {
 }
 
 impl fmt::Display for ClientId {
-    /// 36 characters in lower case, as on the wire.
+    /// Writes 36 characters in lower case, as on the wire.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.as_hyphenated().fmt(f)
     }
 }
 
-/// A logical thread: it holds locks, and code that runs as the same owner can lock them again.
+/// The logical thread that holds a lock. An owner that locks a lock which it holds already
+/// re-enters it; any other owner waits.
 ///
-/// In Redisson the owner of a lock is a thread of a client. A tokio task moves between threads, and
-/// one task can run two branches at once, so here the owner is a value. Outside any scope each
-/// acquisition has an owner of its own, and two branches of one `join!` exclude each other; inside
-/// an owner's scope locking again re-enters. The scope comes from
-/// [`ReentrantLock::run`](crate::ReentrantLock::run), [`LockGuard::run`](crate::LockGuard::run),
-/// [`Owner::scope`] or [`OwnerExt::with_owner`]. A spawned task is outside of it, unless
-/// [`OwnerExt::in_current_owner`] carries it there.
+/// On the wire an owner is the field `CLIENT:THREAD` in the hash of the lock: the
+/// [`ClientId`], and a thread id that is unique within the client. In Redisson, THREAD is the id of
+/// a Java thread. A tokio task moves between threads, and one task can run several branches at
+/// once, so in this library an owner is a value that is independent of threads and tasks.
+///
+/// **Outside any scope**, each acquisition has a new owner. Nothing re-enters, and two branches of
+/// one `join!` exclude each other.
+///
+/// **Inside a scope**, the owner of the scope is ambient: every acquisition in it has that owner,
+/// and locking the same lock again re-enters. These functions open a scope:
+///
+/// | function | owner of the scope |
+/// |---|---|
+/// | [`ReentrantLock::run`](crate::ReentrantLock::run), [`LockGuard::run`](crate::LockGuard::run) | the owner of the hold |
+/// | [`Owner::scope`] | a new owner |
+/// | [`OwnerExt::with_owner`] | the owner that is passed |
+///
+/// A scope covers its own future only. A task that is spawned inside it has no ambient owner,
+/// unless [`OwnerExt::in_current_owner`] carries the owner into the task.
+///
+/// [`OwnerPolicy::PerTask`] replaces the rule for acquisitions outside any scope by Redisson's own.
 ///
 /// ```
 /// use redisson_lock::{Owner, OwnerExt};
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() {
 /// let (outer, inner) = Owner::scope(async {
+///     let spawned = tokio::spawn(async { Owner::current() });
+///     assert_eq!(spawned.await.unwrap(), None);
+///
 ///     let child = tokio::spawn(async { Owner::current() }.in_current_owner());
 ///     (Owner::current(), child.await.unwrap())
 /// })
@@ -95,15 +133,21 @@ impl fmt::Display for ClientId {
 #[derive(Debug, Clone, Copy)]
 pub struct Owner {
     thread_id: i64,
-    /// Whether only this process can know the id. Otherwise another process may hold locks under it.
+    /// Whether only this process knows the id. Otherwise another process may hold locks under it.
     private: bool,
 }
 
 impl Owner {
-    /// A fresh owner, unlike any other.
+    /// A new owner, different from all others.
+    ///
+    /// ```
+    /// use redisson_lock::Owner;
+    ///
+    /// assert_ne!(Owner::new(), Owner::new());
+    /// ```
     #[expect(
         clippy::new_without_default,
-        reason = "two defaults would not be equal"
+        reason = "two default values would not be equal"
     )]
     #[must_use]
     pub fn new() -> Self {
@@ -111,11 +155,24 @@ impl Owner {
         Self::private(Family::Fresh, NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The owner with this thread id: for handing a lock over between processes (together with
-    /// [`LockClientBuilder::client_id`](crate::LockClientBuilder::client_id)), and for tests.
+    /// The owner with this thread id.
+    ///
+    /// A process that takes over the locks of another one needs it, together with
+    /// [`LockClientBuilder::client_id`](crate::LockClientBuilder::client_id); so do tests. The
+    /// client does not assume that it knows all holds of such an owner: before its first
+    /// acquisition it asks the server for the hold count.
+    ///
+    /// ```
+    /// use redisson_lock::Owner;
+    ///
+    /// let owner = Owner::from_thread_id(17)?;
+    /// assert_eq!(owner.thread_id(), 17);
+    /// assert!(Owner::from_thread_id(0).is_err());
+    /// # Ok::<(), redisson_lock::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidConfig`] unless the id is above 0.
+    /// [`Error::InvalidConfig`]: the id is not above 0.
     pub fn from_thread_id(thread_id: i64) -> Result<Self, Error> {
         if thread_id < 1 {
             return Err(Error::InvalidConfig {
@@ -130,34 +187,68 @@ impl Owner {
         })
     }
 
-    /// The id that is THREAD in the field `CLIENT:THREAD` on the wire.
+    /// The part THREAD of the field `CLIENT:THREAD` on the wire. It is above 0.
+    ///
+    /// ```
+    /// use redisson_lock::Owner;
+    ///
+    /// let owner = Owner::new();
+    /// assert_eq!(owner.to_string(), owner.thread_id().to_string());
+    /// ```
     #[must_use]
     pub fn thread_id(self) -> i64 {
         self.thread_id
     }
 
-    /// The ambient owner, if there is one.
+    /// The owner of the surrounding scope. `None` outside any scope.
     ///
-    /// Under [`OwnerPolicy::PerTask`] the client has a current owner outside any scope, too:
-    /// [`LockClient::current_owner`](crate::LockClient::current_owner) tells.
+    /// Under [`OwnerPolicy::PerTask`] a client has a current owner outside any scope, too:
+    /// [`LockClient::current_owner`](crate::LockClient::current_owner) returns it.
+    ///
+    /// ```
+    /// use redisson_lock::{Owner, OwnerExt};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() {
+    /// let owner = Owner::new();
+    /// let inside = async { Owner::current() }.with_owner(owner).await;
+    /// assert_eq!(inside, Some(owner));
+    /// assert_eq!(Owner::current(), None);
+    /// # }
+    /// ```
     #[must_use]
     pub fn current() -> Option<Self> {
         AMBIENT.try_with(|owner| *owner).ok().flatten()
     }
 
-    /// Runs the future in the scope of a fresh owner: whatever it locks, it can lock again.
+    /// Runs the future in the scope of a new owner: a lock that the future locks again is
+    /// re-entered.
     ///
+    /// ```no_run
+    /// use redisson_lock::Owner;
+    ///
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// Owner::scope(async {
+    ///     let outer = lock.lock().await?;
+    ///     let inner = lock.lock().await?; // the same owner: re-enters
+    ///     inner.unlock().await?;
+    ///     outer.unlock().await
+    /// })
+    /// .await
+    /// # }
+    /// ```
+    ///
+    /// # Cancel safety
     /// Dropping the returned future drops the future given.
     pub fn scope<F: Future>(future: F) -> WithOwner<F> {
         future.with_owner(Self::new())
     }
 
-    /// Whether locks may be held under this owner without this process knowing.
+    /// Whether this process knows every lock that is held under this owner.
     pub(crate) fn is_private(self) -> bool {
         self.private
     }
 
-    /// The owner of the running tokio task, or of the thread outside any task: Redisson's own rule.
+    /// The owner of the current tokio task; outside any task, the owner of the current thread.
     pub(crate) fn of_task() -> Self {
         thread_local! {
             static OF_THREAD: u64 = {
@@ -172,9 +263,9 @@ impl Owner {
     }
 
     fn private(family: Family, number: u64) -> Self {
-        // Counted from a random start, so that a process which adopts the client id of its
-        // predecessor, or shares it by mistake, does not meet the other's owners. The lowest bits
-        // keep the families apart.
+        // The numbers start at a random one: a process that adopts the client id of its
+        // predecessor, or shares it by mistake, does not repeat the other's thread ids. The lowest
+        // bits hold the family.
         static START: LazyLock<u64> = LazyLock::new(rand::random);
         const FAMILIES: u64 = 4;
         const NUMBERS: u64 = (1 << 61) - 1;
@@ -187,7 +278,7 @@ impl Owner {
     }
 }
 
-/// Two owners are the same if they have the same thread id.
+/// Two owners are equal if they have the same thread id.
 impl PartialEq for Owner {
     fn eq(&self, other: &Self) -> bool {
         self.thread_id == other.thread_id
@@ -203,11 +294,13 @@ impl Hash for Owner {
 }
 
 impl fmt::Display for Owner {
+    /// Writes the thread id.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.thread_id.fmt(f)
     }
 }
 
+/// The kinds of owner whose thread ids this process assigns.
 #[derive(Clone, Copy)]
 enum Family {
     Fresh = 0,
@@ -215,22 +308,39 @@ enum Family {
     Thread = 2,
 }
 
-/// Whose hold an acquisition becomes outside any [`Owner`] scope.
+/// Which owner an acquisition has outside any [`Owner`] scope. Inside a scope it is always the
+/// owner of the scope.
+///
+/// ```no_run
+/// use redisson_lock::{LockClient, OwnerPolicy};
+///
+/// # async fn example() -> Result<(), redisson_lock::Error> {
+/// let client = LockClient::builder()
+///     .owner_policy(OwnerPolicy::PerTask)
+///     .connect("redis://127.0.0.1:6379")
+///     .await?;
+/// let lock = client.lock("order:42");
+/// let outer = lock.lock().await?;
+/// let inner = lock.lock().await?; // the same task: re-enters
+/// # drop((outer, inner));
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum OwnerPolicy {
-    /// A fresh owner for each acquisition (the default): nothing re-enters by accident.
+    /// Each acquisition has a new owner (the default). Nothing re-enters by accident.
     #[default]
     PerAcquisition,
-    /// One owner for each tokio task, or for each thread outside a task: Redisson's own rule, for
-    /// ported code.
+    /// Each tokio task has one owner; outside any task, each thread has one. This is Redisson's own
+    /// rule, with tasks in place of Java threads. It is meant for ported code.
     ///
-    /// Two branches of one task (`join!`, `select!`, `FuturesUnordered`) then share their locks.
+    /// All branches of one task (`join!`, `select!`, `FuturesUnordered`) have the same owner, so
+    /// they do not exclude each other.
     PerTask,
 }
 
 impl OwnerPolicy {
-    /// The owner that code here and now is, if it is any.
+    /// The owner that an acquisition of the calling code has. `None`: a new one.
     pub(crate) fn current(self) -> Option<Owner> {
         Owner::current().or_else(|| match self {
             OwnerPolicy::PerAcquisition => None,
@@ -239,9 +349,21 @@ impl OwnerPolicy {
     }
 }
 
-/// Runs futures and requests in the scope of an owner.
+/// Runs futures and lock requests in the scope of an owner.
+///
+/// ```no_run
+/// use redisson_lock::{Owner, OwnerExt};
+///
+/// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+/// let owner = Owner::new();
+/// let guard = lock.lock().with_owner(owner).await?; // a request
+/// let count = lock.hold_count_of(owner).with_owner(owner).await?; // a future
+/// # assert_eq!(count, 1);
+/// guard.unlock().await
+/// # }
+/// ```
 pub trait OwnerExt: IntoFuture + Sized {
-    /// Runs the future in the scope of that owner.
+    /// Runs the future in the scope of this owner.
     ///
     /// ```no_run
     /// use redisson_lock::{Owner, OwnerExt};
@@ -253,18 +375,39 @@ pub trait OwnerExt: IntoFuture + Sized {
     /// # drop((outer, inner));
     /// # Ok(()) }
     /// ```
+    ///
+    /// # Cancel safety
+    /// Dropping the returned future drops the future given.
     fn with_owner(self, owner: Owner) -> WithOwner<Self::IntoFuture> {
         WithOwner {
             inner: AMBIENT.scope(Some(owner), self.into_future()),
         }
     }
 
-    /// Runs the future in the scope that surrounds this call, also where the future is spawned. If
-    /// no scope surrounds it, the future runs in none.
+    /// Runs the future in the scope that surrounds this call. The future keeps the scope when it is
+    /// spawned as a task. If no scope surrounds the call, the future runs outside any scope.
     ///
-    /// It carries scopes only. Under [`OwnerPolicy::PerTask`] a spawned task has an owner of its
-    /// own: hand over [`LockClient::current_owner`](crate::LockClient::current_owner) with
-    /// [`with_owner`](Self::with_owner).
+    /// ```no_run
+    /// use redisson_lock::OwnerExt;
+    ///
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// let nested = lock.clone();
+    /// lock.run(async move {
+    ///     let task = async move { nested.lock().await?.unlock().await }; // re-enters
+    ///     tokio::spawn(task.in_current_owner()).await
+    /// })
+    /// .await?
+    /// .expect("the task does not panic")
+    /// # }
+    /// ```
+    ///
+    /// Under [`OwnerPolicy::PerTask`] a spawned task has an owner of its own, and this function
+    /// does not change that outside a scope: pass
+    /// [`LockClient::current_owner`](crate::LockClient::current_owner) to
+    /// [`with_owner`](Self::with_owner) instead.
+    ///
+    /// # Cancel safety
+    /// Dropping the returned future drops the future given.
     fn in_current_owner(self) -> WithOwner<Self::IntoFuture> {
         WithOwner {
             inner: AMBIENT.scope(Owner::current(), self.into_future()),
@@ -275,7 +418,17 @@ pub trait OwnerExt: IntoFuture + Sized {
 impl<F: IntoFuture> OwnerExt for F {}
 
 pin_project! {
-    /// A future in the scope of an owner. Dropping it drops the future in it.
+    /// A future that runs in the scope of an owner; [`Owner::scope`] and [`OwnerExt`] return it.
+    /// Dropping it drops the inner future.
+    ///
+    /// ```
+    /// use std::future::Ready;
+    ///
+    /// use redisson_lock::{Owner, WithOwner};
+    ///
+    /// let future: WithOwner<Ready<u32>> = Owner::scope(std::future::ready(42));
+    /// # drop(future);
+    /// ```
     #[must_use = "futures do nothing unless they are awaited"]
     pub struct WithOwner<F> {
         #[pin]
@@ -297,8 +450,7 @@ impl<F> fmt::Debug for WithOwner<F> {
     }
 }
 
-/// The number of a task. tokio keeps it to itself but prints it; a form that it may print one day
-/// is hashed instead.
+/// The number of a task. tokio offers it as text only; a text that is not a number is hashed.
 fn number(id: tokio::task::Id) -> u64 {
     static STATE: LazyLock<RandomState> = LazyLock::new(RandomState::new);
     id.to_string()
@@ -306,12 +458,12 @@ fn number(id: tokio::task::Id) -> u64 {
         .unwrap_or_else(|_| STATE.hash_one(id))
 }
 
-/// The field `CLIENT:THREAD` that an owner of a client has in a lock's hash.
+/// The field `CLIENT:THREAD` of an owner in the hash of a lock.
 pub(crate) fn owner_field(client: ClientId, owner: Owner) -> Bytes {
     format!("{client}:{owner}").into()
 }
 
-/// The thread id in an owner field, if the field is this client's.
+/// The thread id in an owner field; `None` if the field belongs to another client.
 pub(crate) fn thread_of(owner: &[u8], client: ClientId) -> Option<i64> {
     let thread = std::str::from_utf8(owner)
         .ok()?
@@ -320,7 +472,7 @@ pub(crate) fn thread_of(owner: &[u8], client: ClientId) -> Option<i64> {
     thread.parse().ok()
 }
 
-/// Which task runs here, for telling an owner's second self apart.
+/// The task or thread that runs the calling code, for deadlock detection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TaskId {
     Task(tokio::task::Id),
@@ -339,7 +491,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn thread_ids_are_positive_and_differ_between_families() {
+    fn thread_ids_of_families_are_positive_and_distinct() {
         for number in [0, 1, u64::MAX / 2, u64::MAX] {
             let ids = [Family::Fresh, Family::Task, Family::Thread]
                 .map(|f| Owner::private(f, number).thread_id());
@@ -349,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn ids_that_are_not_positive_are_refused() {
+    fn non_positive_thread_id_is_refused() {
         assert!(Owner::from_thread_id(0).is_err());
         assert!(Owner::from_thread_id(-7).is_err());
         assert_eq!(
@@ -359,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn the_owner_field_is_redissons() {
+    fn owner_field_is_client_colon_thread() {
         let client: ClientId = "6F1B5CD0-7C40-4F0A-9E0D-2B7A3C1D9E11".parse().unwrap();
         let field = owner_field(client, Owner::from_thread_id(52).unwrap());
         assert_eq!(field, "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:52");
@@ -367,7 +519,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_task_has_one_owner_of_its_own() {
+    async fn each_task_has_one_owner() {
         let here = Owner::of_task();
         assert_eq!(here, Owner::of_task());
         let there = tokio::spawn(async { (Owner::of_task(), Owner::of_task()) })
@@ -378,7 +530,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn scopes_nest_and_end() {
+    async fn nested_scope_restores_outer_owner() {
         let outer = Owner::new();
         async {
             assert_eq!(Owner::current(), Some(outer));
