@@ -430,7 +430,7 @@ async fn open(
     client_id: ClientId,
     runtime: Runtime,
 ) -> Result<LockClient, Error> {
-    let scripts = catalog::ALL.map(|script| script.what());
+    let scripts = catalog::ALL.map(|script| script.source());
     let counters = Arc::<Counters>::default();
     let link = Link::connect(settings.clone(), &scripts, Arc::clone(&counters)).await?;
     let link = Arc::new(link);

@@ -1,8 +1,8 @@
-//! The link to the server: calls with four outcomes, and the events of publish/subscribe.
+//! The link to the server: script calls with four outcomes, and publish/subscribe events.
 //!
-//! Nothing outside this room knows which client library carries a call. A [`Call`] names its keys
-//! apart from its arguments, so that a link to a cluster can route it, and a call is a value that
-//! is handed over before it is awaited, so that a link may gather several into one write.
+//! No other module depends on the client library. A [`Call`] lists its keys apart from its
+//! arguments, so that a link to a cluster can route it. The link takes a call as a value before the
+//! caller awaits the reply, so that it can send several calls in one write.
 
 use std::fmt;
 
@@ -11,11 +11,11 @@ use bytes::Bytes;
 use crate::error::ServerError;
 
 mod client;
+mod connection;
 mod frames;
-mod keeper;
-mod line;
 mod pubsub;
 mod settings;
+mod supervisor;
 
 pub(crate) use client::Link;
 pub(crate) use pubsub::{Event, PubSub, Subscribed};
@@ -24,21 +24,22 @@ pub(crate) use settings::Settings;
 /// One call of a script.
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
-    pub(crate) what: What,
+    pub(crate) script: Source,
     pub(crate) keys: Vec<Bytes>,
     pub(crate) args: Vec<Bytes>,
 }
 
-/// A script: called by its SHA-1, by its text where the server does not know it (any more).
+/// The text of a script and its SHA-1. The link calls the script by its SHA-1, and by its text if
+/// the server does not have the script.
 ///
-/// There is nothing but scripts: only their replies prove whose they are.
+/// Locks use no plain commands: only the reply of a script proves to which call it belongs.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct What {
+pub(crate) struct Source {
     pub(crate) sha1: &'static str,
     pub(crate) text: &'static str,
 }
 
-/// A reply, free of any client library's types.
+/// A reply, without types of the client library.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Reply {
     Nil,
@@ -48,7 +49,7 @@ pub(crate) enum Reply {
 }
 
 impl Reply {
-    /// The number that it is or that it spells.
+    /// The number, if the reply is an integer or a text that spells one.
     pub(crate) fn as_int(&self) -> Option<i64> {
         match self {
             Reply::Int(number) => Some(*number),
@@ -58,17 +59,17 @@ impl Reply {
     }
 }
 
-/// Why a call has no reply. With the reply there are four outcomes: reply, server error, not sent,
-/// unknown.
+/// Why a call failed. A call has four outcomes: a reply, a server error, not sent, unknown.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Failure {
-    /// The server answered with an error.
+    /// The server replied with an error.
     Server(ServerError),
     /// The call was never sent.
     NotSent(String),
-    /// This link was closed on purpose; the call was not sent.
+    /// The client was shut down, so the call was not sent.
     Closed,
-    /// The call was sent, or may have been; it may run, may have run, or may be lost.
+    /// The call was sent, or may have been sent, and has no reply. It may have run, or may still
+    /// run.
     Unknown(String),
 }
 
@@ -78,13 +79,13 @@ impl fmt::Display for Failure {
             Failure::Server(error) => write!(f, "server error: {error}"),
             Failure::NotSent(detail) => write!(f, "not sent: {detail}"),
             Failure::Closed => f.write_str("not sent: the client is shut down"),
-            Failure::Unknown(detail) => write!(f, "no answer: {detail}"),
+            Failure::Unknown(detail) => write!(f, "unknown outcome: {detail}"),
         }
     }
 }
 
 impl Failure {
-    /// Whether the same call may succeed a little later.
+    /// Whether the same call may succeed later.
     pub(crate) fn is_transient(&self) -> bool {
         match self {
             Failure::Server(error) => error.is_transient(),

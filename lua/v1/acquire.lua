@@ -1,22 +1,23 @@
--- acquire.lua: takes one hold on each of the locks named, or says why not.
+-- acquire.lua: acquires one hold on each of the named locks, or reports why it does not.
 --
 -- KEYS       name...  the hash of each lock
--- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
+-- ARGV[1]    ticket   echoed first in the reply, to prove to which call the reply belongs
 -- ARGV[2...] four for each name, in the order of KEYS:
---            owner    the field CLIENT:THREAD that asks
+--            owner    the field CLIENT:THREAD of the owner that acquires
 --            lease    ms, a whole number above 0
---            before   the count that the owner has by the caller's record, 0 for none
---            target   the count to reach, above 0
+--            before   the owner's hold count by the caller's record, 0 for none
+--            target   the hold count to set, above 0
 --
 -- Reply: ticket, then two values for each name:
---   1, target   the owner holds `target`; the expiry is at least the lease
---   0, pttl     another owner holds the lock, for that many ms (-1: without an expiry)
+--   1, target   granted: the owner's hold count is `target`; the expiry is at least the lease
+--   0, pttl     another owner holds the lock and its key expires in pttl ms (-1: no expiry)
 --   2, count    nothing was changed: the owner's count is neither before nor target (0: no field)
---   3, message  no hold was taken: the server's refusal for this name
+--   3, message  no hold was acquired: the server's refusal for this name
 --
--- Idempotent: it writes `target` over `before` only, so a second run finds `target` and leaves it.
--- The expiry is set by the same run as the field (a user who may not set it gets no lock), and is
--- never shortened. Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
+-- Idempotent: the script writes `target` only over `before`, so a second run finds `target` and
+-- changes nothing. The same run sets the field and the expiry (a user who may not set the expiry
+-- gets no lock). The expiry is never shortened. Compared with Redisson 3.8.1 to 4.7.0
+-- (docs/compatibility.md).
 
 local function acquire(name, owner, lease, before, target)
   local left = redis.call('pttl', name)

@@ -1,19 +1,20 @@
--- force_unlock.lua: frees each of the locks named if that owner holds it, and wakes its waiters.
+-- force_unlock.lua: frees each of the named locks if the given owner holds it, and wakes its
+-- waiters.
 --
 -- KEYS       name...  the hash of each lock
--- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
+-- ARGV[1]    ticket   echoed first in the reply, to prove to which call the reply belongs
 -- ARGV[2...] two for each name, in the order of KEYS:
---            owner    the field CLIENT:THREAD that was seen to hold it; empty: any owner
---            channel  where the lock's waiters listen (an argument: it is not a key)
+--            owner    the field CLIENT:THREAD of the owner to be removed; empty: any owner
+--            channel  the release channel (an argument, since a channel is not a key)
 --
 -- Reply: ticket, then two values for each name:
---   1, 0        the lock was held so and is free now; `0` was published
+--   1, 0        the owner held the lock, which is free now; `0` was published
 --   0, 0        nothing was changed: that owner does not hold it
 --   3, message  nothing was changed: the server's refusal for this name
 --
--- Idempotent with an owner: a second run takes no other owner's lock. Without one it is not, and is
--- sent once. A key of another type is refused and stays (Redisson would delete it). Checked side by
--- side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
+-- Idempotent with an owner: a second run does not free another owner's lock. Without an owner it is
+-- not idempotent, and the client sends it once. A key of another type is refused and stays
+-- (Redisson would delete it). Compared with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
 
 local function force_unlock(name, owner, channel)
   local held = redis.pcall('hexists', name, owner)

@@ -1,14 +1,16 @@
--- inspect.lua: tells who holds a lock, and for how long. Changes nothing.
+-- inspect.lua: reads the owners of a lock, their hold counts, and the time to live. Changes
+-- nothing.
 --
 -- KEYS       name     the hash of the lock
--- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
+-- ARGV[1]    ticket   echoed first in the reply, to prove to which call the reply belongs
 -- ARGV[2...] nothing
 --
 -- Reply: ticket, then two values for the lock, then its fields:
---   pttl, ''        in ms (-1: no expiry, -2: no such key); then field and count of each owner
---   pttl, message   the server's refusal: the key is no lock
+--   pttl, ''        ms (-1: no expiry, -2: no key); then the field and hold count of each owner
+--   pttl, message   the server's refusal: the key is not a lock
 --
--- A script and not a plain command, because only a script's reply proves whose it is.
+-- A script rather than a plain command, because only the reply of a script proves to which call it
+-- belongs.
 
 local reply = { ARGV[1], redis.call('pttl', KEYS[1]), '' }
 local fields = redis.pcall('hgetall', KEYS[1])

@@ -1,23 +1,24 @@
--- release.lua: lowers the owner's hold count on each of the locks named; a count of 0 frees the
+-- release.lua: lowers the owner's hold count on each of the named locks; a count of 0 frees the
 -- lock.
 --
 -- KEYS       name...  the hash of each lock
--- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
+-- ARGV[1]    ticket   echoed first in the reply, to prove to which call the reply belongs
 -- ARGV[2...] four for each name, in the order of KEYS:
---            owner    the field CLIENT:THREAD that releases
---            channel  where the lock's waiters listen (an argument: it is not a key)
---            lease    ms that the holds that stay are entitled to, a whole number above 0
---            leave    the count to leave, 0 to free the lock
+--            owner    the field CLIENT:THREAD of the owner that releases
+--            channel  the release channel (an argument, since a channel is not a key)
+--            lease    the lease of the remaining holds in ms, a whole number above 0
+--            leave    the hold count to set, 0 to free the lock
 --
 -- Reply: ticket, then two values for each name:
 --   1, 0        the lock is free: the key is deleted, `0` was published
---   0, leave    the owner still holds `leave`; the expiry is at least the lease
---   2, count    nothing was changed: the owner's count is below `leave` already (0: no field)
+--   0, leave    the owner's hold count is `leave`; the expiry is at least the lease
+--   2, count    nothing was changed: the owner's count is below `leave` already (0: no field, so
+--               it is not the owner)
 --   3, message  the server's refusal for this name; the lock is not free
 --
--- Idempotent: it sets the count to `leave`, so a second run changes nothing (and answers
--- 2, 0 where the first one freed the lock). A publish that the server refuses (ACL) never
--- keeps the lock. Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
+-- Idempotent: the script sets the count to `leave`, so a second run changes nothing (it replies
+-- 2, 0 where the first run freed the lock). The lock is freed even if the server refuses the
+-- publish (ACL). Compared with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
 
 local function release(name, owner, channel, lease, leave)
   local count = redis.pcall('hget', name, owner)

@@ -1,9 +1,9 @@
--- renew.lua: restores the lease of each of the locks named, where the owner still holds it.
+-- renew.lua: restores the lease of each of the named locks that the owner still holds.
 --
 -- KEYS       name...  the hash of each lock
--- ARGV[1]    ticket   echoed first in the reply, so that a reply proves whose it is
+-- ARGV[1]    ticket   echoed first in the reply, to prove to which call the reply belongs
 -- ARGV[2...] two for each name, in the order of KEYS:
---            owner    the field CLIENT:THREAD that holds
+--            owner    the field CLIENT:THREAD of the owner
 --            lease    ms, a whole number above 0
 --
 -- Reply: ticket, then two values for each name:
@@ -11,9 +11,9 @@
 --   0, 0        the owner does not hold the lock
 --   3, message  nothing was changed: the server's refusal for this name
 --
--- Idempotent. Each name stands on its own: a key of another type spoils no other name's renewal.
--- The expiry is never shortened, so a longer lease of the same owner stays.
--- Checked side by side with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
+-- Idempotent. A refusal for one name does not affect the others. The expiry is never shortened, so
+-- a longer lease of the same owner stays.
+-- Compared with Redisson 3.8.1 to 4.7.0 (docs/compatibility.md).
 
 local function renew(name, owner, lease)
   local held = redis.pcall('hexists', name, owner)

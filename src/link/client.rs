@@ -1,4 +1,4 @@
-//! Calls to one server.
+//! Script calls to one server.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -13,69 +13,74 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use super::connection::Connection;
 use super::frames::read;
-use super::keeper::{Identity, identify, keep};
-use super::line::Line;
 use super::settings::Reconnect;
-use super::{Call, Failure, Reply, Settings, What};
+use super::supervisor::{Identity, identify, supervise};
+use super::{Call, Failure, Reply, Settings, Source};
 use crate::error::{Error, ServerError, ServerErrorKind};
 use crate::stats::Counters;
 
-/// The connection for calls, replaced when it is lost or cannot be trusted any more.
+/// The connection for calls. The link replaces it when it is lost or not trusted any more.
 ///
-/// Replies are matched to calls by their order alone, so a call that had no reply in time may have
-/// left the order shifted. Scripts echo a ticket that proves whose reply it is; and after a
-/// time-out or a foreign ticket the connection is given up for a new one.
+/// The protocol matches replies to calls by their order only, so after a missing reply each later
+/// reply may belong to another call. Therefore each script echoes a ticket that proves to which call
+/// its reply belongs, and the link replaces the connection after a timeout or a wrong ticket.
 ///
-/// What was sent on a connection may still be on its way when the client has given it up, and would
-/// be run whenever it arrives: a late copy of a release would take its owner's next hold. So a new
-/// connection first has the server close the old one (`CLIENT KILL`,
-/// <https://redis.io/docs/latest/commands/client-kill/>); only then are calls made on it, among
-/// them the repeats of those whose outcome is unknown.
+/// A call that was sent on the old connection may still be on its way, and would run when it
+/// arrives: a late copy of a release would release the owner's next hold. So the link fences the old
+/// connection: on the new one it first has the server close the old one (`CLIENT KILL`,
+/// <https://redis.io/docs/latest/commands/client-kill/>). Only then it sends calls, including
+/// repeats of calls with an unknown outcome.
 pub(crate) struct Link {
     shared: Arc<Shared>,
-    keeper: JoinHandle<()>,
+    supervisor: JoinHandle<()>,
 }
 
 pub(super) struct Shared {
     pub(super) settings: Settings,
-    /// `None` while there is no connection to be trusted.
-    pub(super) line: RwLock<Option<Arc<Numbered>>>,
+    /// `None` while the connection is being replaced.
+    pub(super) current: RwLock<Option<Arc<Current>>>,
+    /// The highest number of a connection that is not trusted any more.
     pub(super) distrusted: AtomicU64,
-    pub(super) mend: Notify,
-    /// Signals a new connection, or the end.
+    /// Notifies the supervisor that the current connection is not trusted any more.
+    pub(super) distrust_signal: Notify,
+    /// Notifies callers of a new connection, or of the end of the link.
     pub(super) ready: Notify,
     pub(super) counters: Arc<Counters>,
+    /// The next ticket.
     tickets: AtomicU64,
     closed: AtomicBool,
 }
 
-pub(super) struct Numbered {
+/// The current connection.
+pub(super) struct Current {
+    /// Counts the connections of the link, from 1.
     pub(super) number: u64,
-    pub(super) line: Line,
-    /// As the server knows it; `None` if it does not say.
+    pub(super) connection: Connection,
+    /// `None` if the server does not state it.
     pub(super) identity: Option<Identity>,
 }
 
 impl Link {
-    /// Connects, and loads the scripts given so that calling them by their SHA-1 works at once.
+    /// Connects, and loads the scripts, so that their first calls by SHA-1 succeed.
     pub(crate) async fn connect(
         settings: Settings,
-        scripts: &[What],
+        scripts: &[Source],
         counters: Arc<Counters>,
     ) -> Result<Self, Error> {
-        let line = Line::open(&settings, Reconnect::Never).await?;
-        // Without its name nothing that was sent on it could be ruled out: one of a server that is
-        // too busy to tell it is given up for another at once.
+        let connection = Connection::open(&settings, Reconnect::Never).await?;
+        // A connection without an identity cannot be fenced. If the server is too busy to state the
+        // identity, the connection is replaced at once.
         let asked = Instant::now();
-        // Sent at once: each costs a round trip otherwise.
+        // The calls are sent in one pipeline, which costs one round trip.
         let (identified, (), supported, ()) = futures::join!(
-            identify(&line, &settings),
-            line.set_name(settings.connection_name()),
-            ensure_supported(&line, &settings),
-            load(&line, scripts),
+            identify(&connection, &settings),
+            connection.set_name(settings.connection_name()),
+            ensure_supported(&connection, &settings),
+            load(&connection, scripts),
         );
-        let (identity, nameless) = match identified {
+        let (identity, server_is_busy) = match identified {
             Ok(identity) => (identity, false),
             Err(Failure::Server(_)) => (None, true),
             Err(_) if asked.elapsed() >= settings.connect_timeout() => {
@@ -91,27 +96,26 @@ impl Link {
         supported?;
         let shared = Arc::new(Shared {
             settings,
-            line: RwLock::new(Some(Arc::new(Numbered {
+            current: RwLock::new(Some(Arc::new(Current {
                 number: 1,
-                line,
+                connection,
                 identity,
             }))),
             distrusted: AtomicU64::new(0),
-            mend: Notify::new(),
+            distrust_signal: Notify::new(),
             ready: Notify::new(),
             counters,
             tickets: AtomicU64::new(1),
             closed: AtomicBool::new(false),
         });
-        if nameless {
+        if server_is_busy {
             shared.distrust(1, "the server is busy with a script");
         }
-        let keeper = tokio::spawn(keep(Arc::clone(&shared)));
-        Ok(Self { shared, keeper })
+        let supervisor = tokio::spawn(supervise(Arc::clone(&shared)));
+        Ok(Self { shared, supervisor })
     }
 
-    /// Makes a call. It is on its way when the future is first polled; dropping the future does not
-    /// recall it.
+    /// Makes a call. The first poll of the future sends it; dropping the future does not recall it.
     pub(crate) fn call(
         &self,
         call: Call,
@@ -120,43 +124,43 @@ impl Link {
         async move { shared.script(call).await }
     }
 
-    /// Whether it was closed on purpose.
+    /// Whether [`refuse`](Self::refuse) or [`close`](Self::close) was called.
     pub(crate) fn is_closed(&self) -> bool {
         self.shared.closed.load(Ordering::Acquire)
     }
 
-    /// Marks it closed: calls are refused from now on.
+    /// Refuses all further calls.
     pub(crate) fn refuse(&self) {
         self.shared.closed.store(true, Ordering::Release);
         self.shared.ready.notify_waiters();
     }
 
-    /// Closes the connection and ends its tasks. Once is enough.
+    /// Closes the connection and ends its tasks. A second call has no effect.
     pub(crate) async fn close(&self) {
         if self.shared.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.keeper.abort();
+        self.supervisor.abort();
         self.shared.ready.notify_waiters();
-        let line = self.shared.line.write().take();
-        if let Some(line) = line {
-            line.line.quit().await;
+        let current = self.shared.current.write().take();
+        if let Some(current) = current {
+            current.connection.quit().await;
         }
     }
 }
 
 impl Drop for Link {
     fn drop(&mut self) {
-        self.keeper.abort();
+        self.supervisor.abort();
     }
 }
 
 impl Shared {
-    /// Runs a script, and proves that the reply is its own.
+    /// Runs a script, and checks that the reply belongs to this call.
     async fn script(
         &self,
         Call {
-            what: What { sha1, text },
+            script: Source { sha1, text },
             keys,
             args,
         }: Call,
@@ -171,17 +175,17 @@ impl Shared {
             all.extend(args.iter().cloned().map(Value::Bytes));
             all
         };
-        let line = self.line().await?;
+        let current = self.trusted().await?;
         let by_sha1 = CustomCommand::new_static("EVALSHA", ClusterHash::Random, false);
-        let mut outcome = self.send(&line, by_sha1, arguments(sha1)).await;
+        let mut outcome = self.send(&current, by_sha1, arguments(sha1)).await;
         if matches!(&outcome, Err(Failure::Server(error)) if error.kind() == ServerErrorKind::NoScript)
         {
-            // Nothing ran, so the script may be sent whole; the server keeps it from then on.
+            // Nothing ran, so the text can be sent instead. The server then keeps the script.
             let by_text = CustomCommand::new_static("EVAL", ClusterHash::Random, false);
-            outcome = self.send(&line, by_text, arguments(text)).await;
+            outcome = self.send(&current, by_text, arguments(text)).await;
         }
         if let Err(Failure::Server(error)) = outcome {
-            return Err(self.proved(&line, ticket, error).await);
+            return Err(self.confirm_error(&current, ticket, error).await);
         }
         match outcome? {
             Reply::List(mut values) if values.first() == Some(&Reply::Text(ticket)) => {
@@ -189,7 +193,7 @@ impl Shared {
                 Ok(Reply::List(values))
             }
             other => {
-                self.distrust(line.number, "a reply belonged to another call");
+                self.distrust(current.number, "a reply belonged to another call");
                 Err(Failure::Unknown(format!(
                     "the reply belongs to another call: {other:?}"
                 )))
@@ -197,97 +201,100 @@ impl Shared {
         }
     }
 
-    /// An error carries no ticket. So the next reply on the connection is looked at: is that the
-    /// one that was asked for?
-    async fn proved(&self, line: &Numbered, ticket: Bytes, error: ServerError) -> Failure {
+    /// Checks that an error reply belongs to this call. It carries no ticket, so a PING with the
+    /// ticket follows: if its reply is right, the order of replies is right.
+    async fn confirm_error(&self, current: &Current, ticket: Bytes, error: ServerError) -> Failure {
         let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
         match self
-            .send(line, ping, vec![Value::Bytes(ticket.clone())])
+            .send(current, ping, vec![Value::Bytes(ticket.clone())])
             .await
         {
             Ok(Reply::Text(echo)) if echo == ticket => Failure::Server(error),
-            // The server refuses this, too: it is busy, or gives no right to it.
+            // The server refuses PING, too: it is busy, or the user lacks the right.
             Err(Failure::Server(_)) => Failure::Server(error),
             Err(failure) => failure,
             Ok(_) => {
-                self.distrust(line.number, "an error belonged to another call");
-                Failure::Unknown("an error reply belonged to another call".into())
+                self.distrust(current.number, "an error reply belonged to another call");
+                Failure::Unknown("the error reply belongs to another call".into())
             }
         }
     }
 
-    /// The connection, as soon as there is one to be trusted.
-    async fn line(&self) -> Result<Arc<Numbered>, Failure> {
+    /// The current connection. While it is being replaced, this waits for the new one for at most
+    /// the command timeout.
+    async fn trusted(&self) -> Result<Arc<Current>, Failure> {
         let trusted = || {
-            let line = self.line.read().clone()?;
-            (!line.line.has_ended() && self.distrusted.load(Ordering::Acquire) < line.number)
-                .then_some(line)
+            let current = self.current.read().clone()?;
+            let ended = current.connection.has_ended();
+            (!ended && self.distrusted.load(Ordering::Acquire) < current.number).then_some(current)
         };
-        if let Some(line) = trusted() {
-            return Ok(line);
+        if let Some(current) = trusted() {
+            return Ok(current);
         }
         let limit = self.settings.command_timeout();
-        let some = async {
+        let replaced = async {
             loop {
                 let ready = self.ready.notified();
                 if self.closed.load(Ordering::Acquire) {
                     return Err(Failure::Closed);
                 }
-                if let Some(line) = trusted() {
-                    return Ok(line);
+                if let Some(current) = trusted() {
+                    return Ok(current);
                 }
                 ready.await;
             }
         };
-        tokio::time::timeout(limit, some).await.unwrap_or_else(|_| {
-            Err(Failure::NotSent(
-                "the connection is lost, and there is no new one yet".into(),
-            ))
-        })
+        tokio::time::timeout(limit, replaced)
+            .await
+            .unwrap_or_else(|_| {
+                Err(Failure::NotSent(
+                    "the connection is lost and not replaced yet".into(),
+                ))
+            })
     }
 
     pub(super) async fn send(
         &self,
-        line: &Numbered,
+        current: &Current,
         command: CustomCommand,
         args: Vec<Value>,
     ) -> Result<Reply, Failure> {
-        let outcome = say(&line.line, command, args).await;
+        let outcome = send_on(&current.connection, command, args).await;
         if let Err(Failure::Unknown(detail)) = &outcome {
-            self.distrust(line.number, detail);
+            self.distrust(current.number, detail);
         }
         outcome
     }
 
-    /// Asks for a new connection in place of that one.
-    fn distrust(&self, number: u64, why: &str) {
+    /// Has the supervisor replace the connection with this number.
+    fn distrust(&self, number: u64, reason: &str) {
         if self.distrusted.fetch_max(number, Ordering::AcqRel) < number {
-            tracing::warn!(address = %self.settings.address(), reason = why, "the connection is replaced");
-            self.mend.notify_one();
+            tracing::warn!(address = %self.settings.address(), reason, "the connection is replaced");
+            self.distrust_signal.notify_one();
         }
     }
 }
 
 pub(super) const LOST: &str = "the connection was lost before the reply";
 
-/// Makes a call on a line.
-pub(super) async fn say(
-    line: &Line,
+/// Sends a command on a connection, and waits for its reply.
+pub(super) async fn send_on(
+    connection: &Connection,
     command: CustomCommand,
     args: Vec<Value>,
 ) -> Result<Reply, Failure> {
-    // Boxed, because it is large and every future around it would carry it along.
-    let call = line.client().custom_raw(command, args).boxed();
+    // Boxed, because it is large and would be a part of every future around it.
+    let call = connection.client().custom_raw(command, args).boxed();
     let outcome = tokio::select! {
         biased;
         outcome = call => outcome,
-        // Should the call have come in between the driver's last look and its end.
-        () = line.ended() => return Err(Failure::Unknown(LOST.into())),
+        // The driver may end without having seen the call, which then never completes.
+        () = connection.ended() => return Err(Failure::Unknown(LOST.into())),
     };
     outcome
         .map_err(|problem| match problem.kind() {
-            ErrorKind::Timeout => Failure::Unknown("no reply in time".into()),
-            // So it says when the task that drives the connection has ended.
+            ErrorKind::Timeout => Failure::Unknown("no reply within the command timeout".into()),
+            // This is how the client library reports that the driver has ended.
             ErrorKind::Canceled | ErrorKind::Unknown
                 if problem.details().contains("channel closed") =>
             {
@@ -301,24 +308,25 @@ pub(super) async fn say(
         .and_then(read)
 }
 
-/// Makes the server know the scripts. One that it does not know is sent whole when it is called.
-async fn load(line: &Line, scripts: &[What]) {
+/// Makes the server know the scripts. Loading is an optimization: a script that the server does not
+/// have is sent as text.
+async fn load(connection: &Connection, scripts: &[Source]) {
     let loads = scripts.iter().map(|script| {
         let load = CustomCommand::new_static("SCRIPT", ClusterHash::Random, false);
         let text = Value::from_static_str(script.text);
-        say(line, load, vec![Value::from_static_str("LOAD"), text])
+        send_on(connection, load, vec![Value::from_static_str("LOAD"), text])
     });
     if let Err(failure) = futures::future::try_join_all(loads).await {
         tracing::debug!(error = %failure, "the scripts could not be loaded in advance");
     }
 }
 
-/// Refuses a server that has only a part of the keys or none, and one that is too old. A server that
-/// does not say (ACL) is taken for a single one of a supported version.
-async fn ensure_supported(line: &Line, settings: &Settings) -> Result<(), Error> {
+/// Refuses a cluster, a sentinel, and a server that is too old. A server that does not state its
+/// mode and version (ACL) is accepted.
+async fn ensure_supported(connection: &Connection, settings: &Settings) -> Result<(), Error> {
     let info = CustomCommand::new_static("INFO", ClusterHash::Random, false);
-    let Ok(Reply::Text(info)) = say(line, info, vec![Value::from_static_str("server")]).await
-    else {
+    let args = vec![Value::from_static_str("server")];
+    let Ok(Reply::Text(info)) = send_on(connection, info, args).await else {
         return Ok(());
     };
     let info = String::from_utf8_lossy(&info);
@@ -332,22 +340,23 @@ async fn ensure_supported(line: &Line, settings: &Settings) -> Result<(), Error>
             .iter()
             .find_map(|name| fields().find_map(|(field, value)| (field == *name).then_some(value)))
     };
-    // Valkey has another name for the mode, and states the Redis version that it is compatible with.
+    // Valkey has another field for the mode. Its `redis_version` is the version of Redis with which
+    // it is compatible.
     match field(&["redis_mode", "server_mode"]) {
         None | Some("standalone") => {}
-        Some("cluster") => return Err(unsupported("it is part of a cluster".into())),
+        Some("cluster") => return Err(unsupported("it is a part of a cluster".into())),
         Some("sentinel") => return Err(unsupported("it is a sentinel".into())),
-        Some(mode) => return Err(unsupported(format!("it runs in the mode {mode}"))),
+        Some(mode) => return Err(unsupported(format!("it runs in mode {mode}"))),
     }
     match field(&["redis_version"]) {
         Some(version) if is_too_old(version) => Err(unsupported(format!(
-            "it is version {version}, and 6.2 or later is needed"
+            "its version is {version}, and 6.2 or later is required"
         ))),
         _ => Ok(()),
     }
 }
 
-/// Whether the version is below 6.2. One that cannot be read is not.
+/// Whether the version is below 6.2. A version that cannot be parsed is accepted.
 fn is_too_old(version: &str) -> bool {
     let mut numbers = version.split('.').map(str::parse::<u32>);
     match (numbers.next(), numbers.next()) {
@@ -361,7 +370,7 @@ mod tests {
     use super::is_too_old;
 
     #[test]
-    fn versions_below_6_2_are_too_old() {
+    fn version_below_6_2_is_too_old() {
         for version in ["2.8.24", "5.0.14", "6.0.16", "6.1.240"] {
             assert!(is_too_old(version), "{version}");
         }

@@ -1,4 +1,4 @@
-//! One connection with the task that drives it.
+//! One connection, with the task that drives it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,12 +17,11 @@ use super::Settings;
 use super::settings::Reconnect;
 use crate::error::{ConnectionError, Error, ServerError, ServerErrorKind};
 
-/// A connection and its driver; dropping it ends both.
+/// A connection and its driver task. Dropping it ends both.
 ///
-/// The client library's own handles do not end their connection when they are dropped, and only the
-/// driving task tells that a client has ended for good: calls that come later would hang. So both
-/// live here.
-pub(super) struct Line {
+/// Dropping the client library's handle does not end the connection, and a call on a client whose
+/// driver has ended never completes. So this type owns both and watches the driver.
+pub(super) struct Connection {
     client: Client,
     driver: AbortHandle,
     end: Arc<End>,
@@ -34,31 +33,33 @@ struct End {
     notify: Notify,
 }
 
-impl Line {
-    /// Connects, and tells why that failed.
+impl Connection {
+    /// Connects once.
     pub(super) async fn open(settings: &Settings, reconnect: Reconnect) -> Result<Self, Error> {
         let client = settings.client(reconnect, true);
         let limit = settings.connect_timeout();
         let waiting = client.clone();
         let mut waiting = async move { waiting.wait_for_connect().await }.boxed();
-        // It listens from its first poll on, so that comes before there is anything to hear.
+        // The first poll subscribes to the outcome, so it has to come before `connect`.
         let _ = futures::poll!(&mut waiting);
-        let line = Self::new(client.clone(), client.connect());
+        let connection = Self::new(client.clone(), client.connect());
         let connected = async {
             tokio::select! {
                 biased;
                 outcome = waiting => outcome,
-                () = line.ended() => Err(fred::error::Error::new(ErrorKind::IO, "the connection was lost again")),
+                () = connection.ended() => {
+                    Err(fred::error::Error::new(ErrorKind::IO, "the connection was lost again"))
+                }
             }
         };
-        let too_late = settings.connect_timed_out();
+        let timed_out = settings.connect_timed_out();
         match timeout(limit, connected).await {
-            Ok(Ok(())) => Ok(line),
+            Ok(Ok(())) => Ok(connection),
             Ok(Err(problem)) if is_server_error(&problem) => Err(Error::Server {
                 lock: None,
                 error: problem.details().into(),
             }),
-            Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => Err(too_late),
+            Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => Err(timed_out),
             Ok(Err(problem)) => {
                 let error = ConnectionError::from_debug(problem.details());
                 Err(Error::Connection {
@@ -71,11 +72,11 @@ impl Line {
                     },
                 })
             }
-            Err(_) => Err(too_late),
+            Err(_) => Err(timed_out),
         }
     }
 
-    /// Connects in the background, trying for as long as it lives.
+    /// Connects in the background, and tries until it succeeds.
     pub(super) fn reopen(settings: &Settings) -> Self {
         let client = settings.client(Reconnect::ByItself, false);
         let driver = client.connect();
@@ -84,31 +85,31 @@ impl Line {
 
     fn new(client: Client, driver: ConnectHandle) -> Self {
         let end = Arc::new(End::default());
-        let line = Self {
+        let connection = Self {
             client,
             driver: driver.abort_handle(),
             end: Arc::clone(&end),
         };
-        // Ends with the driver, which ends with the line.
+        // This task ends with the driver, which ends with the connection.
         tokio::spawn(async move {
-            // However it ended.
+            // An error is an end, too.
             let _ = driver.await;
             end.reached.store(true, Ordering::Release);
             end.notify.notify_waiters();
         });
-        line
+        connection
     }
 
     pub(super) fn client(&self) -> &Client {
         &self.client
     }
 
-    /// Whether its driver is gone: then no call through it will ever be answered.
+    /// Whether the driver has ended. Then no call on the connection completes.
     pub(super) fn has_ended(&self) -> bool {
         self.end.reached.load(Ordering::Acquire)
     }
 
-    /// Resolves when its driver is gone.
+    /// Resolves when the driver has ended.
     pub(super) async fn ended(&self) {
         loop {
             let notified = self.end.notify.notified();
@@ -119,30 +120,30 @@ impl Line {
         }
     }
 
-    /// Ends it now: calls that are under way fail.
+    /// Ends the connection at once. Pending calls fail.
     pub(super) fn end(&self) {
         self.driver.abort();
     }
 
-    /// Names the connection, so that `CLIENT LIST` shows whose it is.
+    /// Sets the name that `CLIENT LIST` shows.
     pub(super) async fn set_name(&self, name: &str) {
         let command = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
         let args = vec![Value::from_static_str("SETNAME"), Value::from(name)];
-        // A user without the right to it connects all the same.
+        // The name is optional: a user may lack the right to set it.
         tokio::select! {
             _ = self.client.custom_raw(command, args) => {}
             () = self.ended() => {}
         }
     }
 
-    /// Closes the connection, waiting for the server's confirmation for a short time.
+    /// Closes the connection, and waits at most 500 ms for the server's confirmation.
     pub(super) async fn quit(&self) {
-        // Dropping the line closes the connection of a server that does not answer.
+        // If the server does not confirm it, dropping the connection closes it.
         let _ = timeout(Duration::from_millis(500), self.client.quit()).await;
     }
 }
 
-/// Whether the problem is an error that the server answered: its text begins with the error's code.
+/// Whether the problem is an error reply of the server: its text begins with the error's code.
 fn is_server_error(problem: &fred::error::Error) -> bool {
     let details = problem.details();
     *problem.kind() == ErrorKind::Auth
@@ -150,7 +151,7 @@ fn is_server_error(problem: &fred::error::Error) -> bool {
         || ServerError::from(details).kind() != ServerErrorKind::Other
 }
 
-impl Drop for Line {
+impl Drop for Connection {
     fn drop(&mut self) {
         self.driver.abort();
     }

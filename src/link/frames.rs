@@ -1,11 +1,11 @@
-//! Replies, out of the client library's frames.
+//! Converts the client library's frames to replies.
 
 use bytes::Bytes;
 use fred::types::Resp3Frame;
 
 use super::{Failure, Reply};
 
-/// Turns the client library's frame into a reply.
+/// Converts a frame to a reply; an error frame to a server error.
 pub(super) fn read(frame: Resp3Frame) -> Result<Reply, Failure> {
     let text = |data: &[u8]| String::from_utf8_lossy(data).into_owned();
     match frame {
@@ -32,7 +32,7 @@ fn value(frame: Resp3Frame) -> Reply {
                 .flat_map(|(key, item)| [value(key), value(item)])
                 .collect(),
         ),
-        // An error inside an array stays readable.
+        // An error inside an array is kept as text.
         Resp3Frame::SimpleError { data, .. } => Reply::Text(Bytes::from(data.to_string())),
         Resp3Frame::BlobError { data, .. } => Reply::Text(data),
         Resp3Frame::Double { data, .. } => Reply::Text(Bytes::from(data.to_string())),

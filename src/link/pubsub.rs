@@ -1,4 +1,4 @@
-//! The connection that listens.
+//! The connection for publish/subscribe.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -11,52 +11,54 @@ use fred::types::{ClusterHash, CustomCommand, Value};
 use tokio::sync::broadcast::error::RecvError;
 use tokio::task::JoinHandle;
 
+use super::connection::Connection;
 use super::frames::read;
-use super::line::Line;
 use super::settings::Reconnect;
 use super::{Failure, Reply, Settings};
 use crate::error::Error;
 
-/// What the listening connection tells.
+/// An event of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Event<'a> {
     /// A message on this channel.
     Message(&'a str),
     /// Messages on any channel may have been missed.
     Missed,
-    /// The connection is new: nothing is subscribed any more, and messages may have been missed.
+    /// The connection was replaced: all subscriptions have ended, and messages may have been
+    /// missed.
     Interrupted,
 }
 
-/// Who is told. It is called from the connection's own task, so it must be quick.
+/// The callback for events. The connection's own task calls it, so it must not block.
 pub(crate) type Events = Arc<dyn Fn(Event<'_>) + Send + Sync>;
 
-/// What came of a subscription.
+/// The outcome of a subscription.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Subscribed {
-    /// The server has confirmed it: every later message comes.
+    /// The server has confirmed it: every later message arrives.
     Yes,
     /// The server has refused it.
     Refused,
-    /// Not known; ask again later.
+    /// The outcome is unknown. Try again later.
     Unknown,
 }
 
-/// A connection of its own for subscriptions, used for one operation at a time.
+/// A connection for subscriptions only. It runs one operation at a time.
 ///
-/// The client library answers SUBSCRIBE before the server has, and a refusal is handed to whichever
-/// call comes next. So each subscription is confirmed by the number of channels that the server
-/// counts for this connection (`CLIENT INFO`,
+/// The client library completes SUBSCRIBE before the server replies, and hands a refusal to the next
+/// call. So each subscription is confirmed by the number of channels that the server counts for this
+/// connection (`CLIENT INFO`,
 /// <https://redis.io/docs/latest/commands/client-info/>).
 pub(crate) struct PubSub {
     settings: Settings,
-    line: Line,
+    connection: Connection,
     forwarder: JoinHandle<()>,
     events: Events,
-    /// Counts the connections that this line has had.
+    /// Counts the reconnects of the connection.
     epoch: Arc<AtomicU64>,
+    /// The epoch to which `channels` belongs.
     seen: u64,
-    /// The connection that has its name.
+    /// The epoch in which the connection's name was set.
     named: Option<u64>,
     channels: BTreeSet<Bytes>,
     nonce: u64,
@@ -64,12 +66,12 @@ pub(crate) struct PubSub {
 
 impl PubSub {
     pub(crate) async fn open(settings: Settings, events: Events) -> Result<Self, Error> {
-        let line = Line::open(&settings, Reconnect::ByItself).await?;
+        let connection = Connection::open(&settings, Reconnect::ByItself).await?;
         let epoch = Arc::new(AtomicU64::new(0));
-        let forwarder = forward(&line, Arc::clone(&epoch), Arc::clone(&events));
+        let forwarder = forward(&connection, Arc::clone(&epoch), Arc::clone(&events));
         let mut pubsub = Self {
             settings,
-            line,
+            connection,
             forwarder,
             events,
             epoch,
@@ -90,15 +92,16 @@ impl PubSub {
             return Subscribed::Yes;
         }
         let before = self.channels.len();
-        // After an unknown outcome the connection goes: it may be subscribed to what nobody would
-        // unsubscribe.
-        if self.line.client().subscribe(text(channel)).await.is_err() {
+        // After an unknown outcome the connection is replaced: otherwise a subscription without a
+        // record could stay.
+        let subscribing = self.connection.client().subscribe(text(channel));
+        if subscribing.await.is_err() {
             self.reopen();
             return Subscribed::Unknown;
         }
         let mut count = self.count().await;
         if count != Ok(Some(before + 1)) {
-            if self.settle().await.is_err() {
+            if self.drain_replies().await.is_err() {
                 self.reopen();
                 return Subscribed::Unknown;
             }
@@ -114,9 +117,9 @@ impl PubSub {
                 Subscribed::Yes
             }
             Ok(Some(now)) if now == before => Subscribed::Refused,
-            // The server may not say (ACL, Redis before 6.2). It has answered calls that came
-            // later, so a subscription that it allows is in force; one that it refused is made up
-            // for by re-checks.
+            // The server does not state the number (ACL, Redis before 6.2). It has replied to later
+            // calls, so the subscription is active unless the server refused it; in that case
+            // re-checks replace the wake-ups.
             Ok(None) => {
                 self.channels.insert(channel.clone());
                 Subscribed::Yes
@@ -128,19 +131,21 @@ impl PubSub {
         }
     }
 
-    /// Unsubscribes. What cannot be unsubscribed ends with its connection.
+    /// Unsubscribes. If that fails, the connection is replaced, which ends the subscription.
     pub(crate) async fn unsubscribe(&mut self, channel: &Bytes) {
         self.notice_interruption();
-        if self.channels.remove(channel)
-            && self.line.client().unsubscribe(text(channel)).await.is_err()
-        {
+        if !self.channels.remove(channel) {
+            return;
+        }
+        let unsubscribing = self.connection.client().unsubscribe(text(channel));
+        if unsubscribing.await.is_err() {
             self.reopen();
         }
     }
 
-    /// Finds out whether the connection still answers; gives it up for a new one if it does not.
+    /// Checks that the server replies on the connection; replaces the connection if it does not.
     pub(crate) async fn check(&mut self) {
-        if self.line.has_ended() || self.settle().await.is_err() {
+        if self.connection.has_ended() || self.drain_replies().await.is_err() {
             self.reopen();
         } else {
             self.set_name().await;
@@ -150,7 +155,7 @@ impl PubSub {
     /// Closes the connection and ends its tasks.
     pub(crate) async fn close(&mut self) {
         self.forwarder.abort();
-        self.line.quit().await;
+        self.connection.quit().await;
     }
 
     fn notice_interruption(&mut self) {
@@ -161,49 +166,51 @@ impl PubSub {
         }
     }
 
-    /// Names each new connection once.
+    /// Sets the name of the connection, once after each connect.
     async fn set_name(&mut self) {
         let epoch = self.epoch.load(Ordering::Acquire);
         if self.named.replace(epoch) != Some(epoch) {
-            self.line.set_name(self.settings.connection_name()).await;
+            let name = self.settings.connection_name();
+            self.connection.set_name(name).await;
         }
     }
 
     fn reopen(&mut self) {
         tracing::warn!(address = %self.settings.address(), "the connection for wake-ups is replaced");
         self.forwarder.abort();
-        self.line = Line::reopen(&self.settings);
+        self.connection = Connection::reopen(&self.settings);
         self.epoch = Arc::new(AtomicU64::new(0));
         self.seen = 0;
         self.named = None;
         self.channels.clear();
         self.forwarder = forward(
-            &self.line,
+            &self.connection,
             Arc::clone(&self.epoch),
             Arc::clone(&self.events),
         );
         (self.events)(Event::Interrupted);
     }
 
-    /// How many channels the server counts for this connection; `None` if it will not say.
+    /// The number of channels that the server counts for this connection; `None` if the server does
+    /// not state it.
     async fn count(&self) -> Result<Option<usize>, ()> {
         let info = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
         match self
-            .line
+            .connection
             .client()
             .custom_raw(info, vec![Value::from_static_str("INFO")])
             .await
             .map(read)
         {
-            Ok(Ok(Reply::Text(line))) => Ok(subscriptions(&line)),
+            Ok(Ok(Reply::Text(info))) => Ok(subscriptions(&info)),
             Ok(Err(Failure::Server(_))) => Ok(None),
             Ok(_) | Err(_) => Err(()),
         }
     }
 
-    /// Sends until it hears its own echo: then every earlier reply has been taken off the line. A
-    /// server that is busy with a script refuses even that, and is waited for.
-    async fn settle(&mut self) -> Result<(), ()> {
+    /// Sends PINGs until the reply to one of them arrives: then every earlier reply has been read. A
+    /// server that is busy with a script refuses PING; this waits until it is idle.
+    async fn drain_replies(&mut self) -> Result<(), ()> {
         const TRIES: usize = 4;
         const PAUSE: Duration = Duration::from_millis(100);
         let mut tries = 0;
@@ -212,7 +219,7 @@ impl PubSub {
             let nonce = format!("redisson-lock:{}", self.nonce);
             let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
             let echo = self
-                .line
+                .connection
                 .client()
                 .custom_raw(ping, vec![Value::from(nonce.clone())])
                 .await;
@@ -233,10 +240,10 @@ impl Drop for PubSub {
     }
 }
 
-/// Passes on what comes in on a line, for as long as the line lives.
-fn forward(line: &Line, epoch: Arc<AtomicU64>, events: Events) -> JoinHandle<()> {
-    let mut messages = line.client().message_rx();
-    let mut reconnects = line.client().reconnect_rx();
+/// Reports the events of a connection, until the connection ends.
+fn forward(connection: &Connection, epoch: Arc<AtomicU64>, events: Events) -> JoinHandle<()> {
+    let mut messages = connection.client().message_rx();
+    let mut reconnects = connection.client().reconnect_rx();
     tokio::spawn(async move {
         loop {
             tokio::select! {
@@ -258,10 +265,10 @@ fn forward(line: &Line, epoch: Arc<AtomicU64>, events: Events) -> JoinHandle<()>
     })
 }
 
-/// Reads `sub=` from a line of `CLIENT INFO`.
-fn subscriptions(line: &[u8]) -> Option<usize> {
-    let line = std::str::from_utf8(line).ok()?;
-    line.split_whitespace()
+/// Reads `sub=` from the reply to `CLIENT INFO`.
+fn subscriptions(info: &[u8]) -> Option<usize> {
+    let info = std::str::from_utf8(info).ok()?;
+    info.split_whitespace()
         .find_map(|field| field.strip_prefix("sub="))
         .and_then(|count| count.parse().ok())
 }
@@ -275,7 +282,7 @@ mod tests {
     use super::subscriptions;
 
     #[test]
-    fn the_number_of_channels_is_read_from_client_info() {
+    fn channel_count_is_read_from_client_info() {
         assert_eq!(
             subscriptions(b"id=3 addr=127.0.0.1:1 sub=12 psub=0 ssub=4"),
             Some(12)

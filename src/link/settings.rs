@@ -1,4 +1,4 @@
-//! Where the server is and how long to wait for it.
+//! The settings of a link: the server's address, the login, and the timeouts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use url::{ParseError, Url};
 
 use crate::error::{Error, Step};
 
-/// How the link reaches its server. Its `Debug` shows no secret.
+/// How a link connects to its server. `Debug` shows no secret.
 #[derive(Clone)]
 pub(crate) struct Settings {
     config: Config,
@@ -20,7 +20,7 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Reads a URL, and refuses what this link cannot do.
+    /// Parses a URL. Refuses those that name an unsupported kind of connection.
     pub(crate) fn parse(
         url: &str,
         connection_name: String,
@@ -47,7 +47,7 @@ impl Settings {
         }
         let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
         if rest[authority.len()..].contains('@') {
-            // `redis://:pa/ss@host`: what seems to be the host is a part of the password.
+            // In `redis://:pa/ss@host` the apparent host is a part of the password.
             return Err(refused(ESCAPES));
         }
         let login = authority.rsplit_once('@').map_or("", |(login, _)| login);
@@ -77,8 +77,8 @@ impl Settings {
         }
         let mut config =
             Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
-        // Push messages beside replies, and maps as maps
-        // (https://github.com/redis/redis-specifications, RESP3).
+        // RESP3 distinguishes push messages from replies, and maps from lists
+        // (https://github.com/redis/redis-specifications).
         config.version = RespVersion::RESP3;
         // Each connection begins with database 0, and selecting it needs a right.
         config.database = config.database.filter(|database| *database != 0);
@@ -87,8 +87,8 @@ impl Settings {
             .as_deref()
             .is_some_and(|user| !user.is_empty())
         {
-            // The client library names the user only beside a password; one without has the empty
-            // one.
+            // The client library sends the user's name only with a password. A user without one
+            // has the empty password.
             config.password.get_or_insert_default();
         }
         config.username = config.username.as_deref().map(inline);
@@ -101,12 +101,12 @@ impl Settings {
         })
     }
 
-    /// What `CLIENT LIST` shows for the connections.
+    /// The name that `CLIENT LIST` shows for the connections.
     pub(super) fn connection_name(&self) -> &str {
         &self.connection_name
     }
 
-    /// The error of a connection that was not made in time.
+    /// The error for a connect timeout.
     pub(crate) fn connect_timed_out(&self) -> Error {
         Error::Timeout {
             step: Step::Connect,
@@ -120,7 +120,7 @@ impl Settings {
         self.command_timeout
     }
 
-    /// Host and port, for people.
+    /// Host and port, for errors and logs.
     pub(crate) fn address(&self) -> String {
         let hosts = self.config.server.hosts();
         hosts
@@ -134,7 +134,7 @@ impl Settings {
         self.connect_timeout
     }
 
-    /// The same for a try to connect that takes no longer than that.
+    /// The same settings with a connect timeout of at most `limit`.
     pub(super) fn within(&self, limit: Duration) -> Self {
         Self {
             connect_timeout: self.connect_timeout.min(limit),
@@ -142,8 +142,8 @@ impl Settings {
         }
     }
 
-    /// A client that is configured for locks, not connected yet. One that fails fast makes a wrong
-    /// address an error at once; another tries until it succeeds.
+    /// A client with these settings, not connected yet. With `fail_fast` a failed first connect is
+    /// an error; otherwise the client repeats it until it succeeds.
     pub(super) fn client(&self, reconnect: Reconnect, fail_fast: bool) -> fred::clients::Client {
         let config = Config {
             fail_fast,
@@ -151,9 +151,9 @@ impl Settings {
         };
         let connection = ConnectionConfig {
             connection_timeout: self.connect_timeout,
-            // The greeting is a part of connecting, whatever later commands are given.
+            // The handshake is a part of connecting, so it has the same timeout.
             internal_command_timeout: self.connect_timeout,
-            // A script whose reply is lost must not be sent again behind our back.
+            // The client library must not repeat a script whose reply is lost.
             max_command_attempts: 1,
             max_redirections: 0,
             tcp: fred::types::config::TcpConfig {
@@ -164,8 +164,8 @@ impl Settings {
         };
         let performance = PerformanceConfig {
             default_command_timeout: self.command_timeout,
-            // What does not fit is dropped, and then every waiter is woken. Each place takes room
-            // from the beginning.
+            // Messages that exceed the capacity are dropped; then every waiter is woken. The memory
+            // is allocated at the start.
             broadcast_channel_capacity: 256,
             ..Default::default()
         };
@@ -177,13 +177,12 @@ impl Settings {
     }
 }
 
-/// What a client does when its connection is lost.
+/// What a client does after its connection is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Reconnect {
-    /// It connects again, and goes on trying.
+    /// It connects again, and tries until it succeeds.
     ByItself,
-    /// It ends: what was sent on the old connection has to be ruled out before anything is sent on
-    /// a new one.
+    /// It ends. Calls of the old connection have to be fenced before the first call on a new one.
     Never,
 }
 
@@ -198,11 +197,11 @@ impl fmt::Debug for Settings {
     }
 }
 
-/// Writes a user's name or password as the server's inline form of commands reads it back.
+/// Quotes a user's name or password for an inline command.
 ///
-/// The client library sends `HELLO` inline and does not quote, so a space would end the argument,
-/// and a line feed the command: what follows would be run as another one. Inside double quotes the
-/// server takes any byte as `\xHH`
+/// The client library sends `HELLO` as an inline command and does not quote: a space would end the
+/// argument, and a line feed the command, so the server would run the rest as another command.
+/// Inside double quotes the server reads `\xHH` as any byte
 /// (<https://redis.io/docs/latest/develop/reference/protocol-spec/#inline-commands>).
 fn inline(secret: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_graphic() && !matches!(byte, b'"' | b'\'' | b'\\');
@@ -245,7 +244,7 @@ mod properties {
 
     use super::*;
 
-    /// Splits an inline command as the server does (`sdssplitargs` in its `sds.c`).
+    /// Splits an inline command like the server (`sdssplitargs` in its `sds.c`).
     fn split(line: &[u8]) -> Option<Vec<Vec<u8>>> {
         let mut words = Vec::new();
         let mut rest = line.trim_ascii_start();
@@ -325,7 +324,7 @@ mod properties {
     }
 
     #[test]
-    fn the_split_is_the_servers() {
+    fn split_handles_quotes_like_server() {
         let split = |line: &str| split(line.as_bytes()).map(|words| words.len());
         assert_eq!(split(r#"HELLO 3 "a b" 'c d' e"f g""#), Some(5));
         assert_eq!(split(r#"AUTH "\x20\"\\""#), Some(2));
@@ -337,7 +336,7 @@ mod properties {
         #![proptest_config(ProptestConfig { failure_persistence: None, cases: 1_000, ..Default::default() })]
 
         #[test]
-        fn the_server_reads_any_secret_as_it_was(secret in odd_text(20)) {
+        fn server_reads_any_inlined_secret_unchanged(secret in odd_text(20)) {
             let line = format!("HELLO 3 AUTH default {} SETNAME x", inline(&secret));
             prop_assert!(line.bytes().all(|byte| byte == b' ' || byte.is_ascii_graphic()), "{line:?}");
             let words = split(line.as_bytes()).expect("balanced quotes");
@@ -346,7 +345,7 @@ mod properties {
         }
 
         #[test]
-        fn any_login_is_kept_and_not_shown(user in odd_text(8), more in odd_text(8), database in 0..300_u16) {
+        fn any_login_is_kept_and_never_shown(user in odd_text(8), more in odd_text(8), database in 0..300_u16) {
             const SECRET: &str = "Tr0ub4dor3";
             let password = format!("{SECRET}{more}");
             let url = format!("redis://{}:{}@localhost:6380/{database}", escaped(&user), escaped(&password));
@@ -371,7 +370,7 @@ mod properties {
         }
 
         #[test]
-        fn any_text_is_parsed_or_refused(scheme in "(redis(s|-cluster|-sentinel)?|valkeys?|[a-z+]{0,4})", text in odd_text(30)) {
+        fn any_url_is_parsed_or_refused_with_typed_error(scheme in "(redis(s|-cluster|-sentinel)?|valkeys?|[a-z+]{0,4})", text in odd_text(30)) {
             for url in [&text, &format!("{scheme}://{text}"), &format!("{scheme}:{text}")] {
                 if let Err(error) = parse(url) {
                     let is_typed = matches!(error, Error::InvalidConfig { setting: "url", .. });

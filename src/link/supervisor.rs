@@ -1,4 +1,4 @@
-//! Watches the connection for calls, and replaces it.
+//! The supervisor: watches the connection for calls, and replaces it after a failure.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,91 +9,92 @@ use fred::types::config::Options;
 use fred::types::{ClusterHash, CustomCommand, Value};
 use tokio::time::Instant;
 
-use super::client::{LOST, Numbered, Shared, say};
+use super::client::{Current, LOST, Shared, send_on};
+use super::connection::Connection;
 use super::frames::read;
-use super::line::Line;
 use super::settings::Reconnect;
 use super::{Failure, Reply, Settings};
 use crate::stats::add;
 
-/// Watches the connection: its end, calls that distrust it, and its silence while nobody calls.
-/// Replaces it.
-pub(super) async fn keep(shared: Arc<Shared>) {
+/// Replaces the connection when it has ended or is not trusted any more. Checks it with a PING
+/// while no other call does.
+pub(super) async fn supervise(shared: Arc<Shared>) {
     let period = shared
         .settings
         .command_timeout()
         .max(Duration::from_millis(100));
-    // The connections whose late calls are not ruled out yet.
+    // Old connections that are not fenced yet.
     let mut unfenced = Vec::new();
     loop {
-        let Some(line) = shared.line.read().clone() else {
+        let Some(current) = shared.current.read().clone() else {
             return;
         };
         tokio::select! {
-            () = shared.mend.notified() => {}
-            () = line.line.ended() => {}
-            // What is wrong with the connection is found out by sending; a refusal is an answer,
-            // too. Dropped as soon as somebody else finds it out.
+            () = shared.distrust_signal.notified() => {}
+            () = current.connection.ended() => {}
+            // Sending a command shows whether the connection works; a server error is a reply, too.
+            // The other branches drop this one when they report a failure first.
             () = async {
                 tokio::time::sleep(period).await;
                 let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
-                let _ = shared.send(&line, ping, Vec::new()).await;
+                let _ = shared.send(&current, ping, Vec::new()).await;
             } => {}
         }
-        if !line.line.has_ended() && shared.distrusted.load(Ordering::Acquire) < line.number {
+        let ended = current.connection.has_ended();
+        if !ended && shared.distrusted.load(Ordering::Acquire) < current.number {
             continue;
         }
-        let number = line.number + 1;
-        // From now on calls are not sent; those under way end with the line.
-        let old = shared.line.write().take();
-        unfenced.extend(line.identity.clone());
-        line.line.end();
-        drop((old, line));
+        let number = current.number + 1;
+        // From now on no call is sent; pending calls fail with the connection.
+        let old = shared.current.write().take();
+        unfenced.extend(current.identity.clone());
+        current.connection.end();
+        drop((old, current));
         let lost = Instant::now();
-        let (line, identity) = replacement(&shared.settings, &mut unfenced).await;
+        let (connection, identity) = open_replacement(&shared.settings, &mut unfenced).await;
         add(&shared.counters.reconnects);
         tracing::info!(
             address = %shared.settings.address(),
             outage = ?lost.elapsed(),
             "the server is connected again",
         );
-        *shared.line.write() = Some(Arc::new(Numbered {
+        *shared.current.write() = Some(Arc::new(Current {
             number,
-            line,
+            connection,
             identity,
         }));
         shared.ready.notify_waiters();
     }
 }
 
-/// Opens a new connection, and rules out the old ones. Tries for as long as it takes.
-async fn replacement(
+/// Opens a new connection, and fences the old ones. Tries until both succeed.
+async fn open_replacement(
     settings: &Settings,
     unfenced: &mut Vec<Identity>,
-) -> (Line, Option<Identity>) {
+) -> (Connection, Option<Identity>) {
     let mut pause = Duration::from_millis(5);
-    let mut told = false;
-    // A try may stand still, while the next would not; but each may need longer than the one before
-    // had.
+    let mut reported = false;
+    // A try may hang where the next one succeeds, so the first limit is short. A slow server needs
+    // longer, so the limit doubles.
     let mut limit = settings.command_timeout();
     loop {
-        let hurried = settings.within(limit);
+        let limited = settings.within(limit);
         limit = limit.saturating_mul(2).min(settings.connect_timeout());
-        match Line::open(&hurried, Reconnect::Never).await {
-            Ok(line) => {
+        match Connection::open(&limited, Reconnect::Never).await {
+            Ok(connection) => {
                 let (identified, ()) = futures::join!(
-                    willing(&line, &hurried),
-                    line.set_name(settings.connection_name()),
+                    identify_when_idle(&connection, &limited),
+                    connection.set_name(settings.connection_name()),
                 );
-                // One that fails here was asked nothing, so nothing of it has to be ruled out.
+                // A connection that fails here has carried no calls, so it needs no fencing.
                 if let Ok(identity) = identified {
-                    if fence(&line, unfenced).await {
-                        return (line, identity);
+                    if fence(&connection, unfenced).await {
+                        return (connection, identity);
                     }
                 }
             }
-            Err(error) if !told => {
-                told = true;
+            Err(error) if !reported => {
+                reported = true;
                 tracing::warn!(%error, "the server cannot be reached, connecting is tried again");
             }
             Err(_) => {}
@@ -103,15 +104,15 @@ async fn replacement(
     }
 }
 
-/// Has the server close old connections, so that nothing that was sent on them is run from now on.
-/// `false` if that is not known and has to be tried again.
-async fn fence(line: &Line, unfenced: &mut Vec<Identity>) -> bool {
+/// Has the server close the old connections, so that no call that was sent on them runs later.
+/// Returns `false` if the outcome is unknown; then the caller tries again.
+async fn fence(connection: &Connection, unfenced: &mut Vec<Identity>) -> bool {
     while let Some(old) = unfenced.last() {
         let kill = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
         let args = ["KILL", "ID", &old.id, "ADDR", &old.address]
             .map(Value::from)
             .to_vec();
-        match say(line, kill, args).await {
+        match send_on(connection, kill, args).await {
             Ok(_) => {}
             Err(failure) if failure.is_transient() => return false,
             Err(failure) => {
@@ -123,22 +124,25 @@ async fn fence(line: &Line, unfenced: &mut Vec<Identity>) -> bool {
     true
 }
 
-/// As [`identify`], of a server that may be busy, for as long as it is.
-async fn willing(line: &Line, settings: &Settings) -> Result<Option<Identity>, Failure> {
+/// As [`identify`], repeated while the server is busy.
+async fn identify_when_idle(
+    connection: &Connection,
+    settings: &Settings,
+) -> Result<Option<Identity>, Failure> {
     loop {
-        match identify(line, settings).await {
+        match identify(connection, settings).await {
             Err(Failure::Server(_)) => tokio::time::sleep(crate::retry::LONGEST).await,
             outcome => return outcome,
         }
     }
 }
 
-/// Asks the server how it names a connection; `None` if it will not say (ACL, Redis before 6.2).
-/// That it says nothing yet (a script runs) is an error of the server's.
+/// Asks the server for the identity of a connection. `None` if the server does not state it (ACL,
+/// Redis before 6.2). A server that is busy with a script answers with a transient server error.
 ///
-/// A part of connecting, so it has as long as that.
+/// This is a part of connecting, so the connect timeout applies.
 pub(super) async fn identify(
-    line: &Line,
+    connection: &Connection,
     settings: &Settings,
 ) -> Result<Option<Identity>, Failure> {
     let info = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
@@ -146,12 +150,12 @@ pub(super) async fn identify(
         timeout: Some(settings.connect_timeout()),
         ..Default::default()
     };
-    let patient = line.client().with_options(&options);
-    let call = patient.custom_raw(info, vec![Value::from_static_str("INFO")]);
+    let client = connection.client().with_options(&options);
+    let call = client.custom_raw(info, vec![Value::from_static_str("INFO")]);
     let outcome = tokio::select! {
         biased;
         outcome = call => outcome,
-        () = line.ended() => return Err(Failure::Unknown(LOST.into())),
+        () = connection.ended() => return Err(Failure::Unknown(LOST.into())),
     };
     match outcome.map(read) {
         Ok(Ok(Reply::Text(info))) => {
@@ -169,13 +173,13 @@ pub(super) async fn identify(
         }
         Ok(Err(failure @ Failure::Server(_))) if failure.is_transient() => Err(failure),
         Ok(Err(Failure::Server(_))) => Ok(None),
-        Ok(Ok(_) | Err(_)) => Err(Failure::Unknown("the answer to CLIENT INFO is none".into())),
+        Ok(Ok(_) | Err(_)) => Err(Failure::Unknown("malformed reply to CLIENT INFO".into())),
         Err(problem) => Err(Failure::Unknown(problem.to_string())),
     }
 }
 
-/// A connection, as the server names it. Numbers begin anew when a server restarts, so the address
-/// goes along.
+/// The id and the address of a connection on the server. A restarted server counts its ids from the
+/// beginning again, so an id identifies a connection only together with the address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Identity {
     id: String,

@@ -1,29 +1,29 @@
-//! Every script that this crate sends, and the only place that reads `lua/`.
+//! The scripts that this crate sends. No other file reads `lua/`.
 
 use super::Script;
 
-/// Takes one hold on each lock.
+/// Acquires one hold on each lock.
 pub(crate) static ACQUIRE: Script = Script::new(
     "acquire",
     include_str!("../../lua/v1/acquire.lua"),
     &["owner", "lease", "before", "target"],
 );
 
-/// Lowers a hold count; frees the lock at 0.
+/// Lowers a hold count; at 0 it frees the lock.
 pub(crate) static RELEASE: Script = Script::new(
     "release",
     include_str!("../../lua/v1/release.lua"),
     &["owner", "channel", "lease", "leave"],
 );
 
-/// Restores leases.
+/// Renews leases.
 pub(crate) static RENEW: Script = Script::new(
     "renew",
     include_str!("../../lua/v1/renew.lua"),
     &["owner", "lease"],
 );
 
-/// Frees locks, whoever holds them.
+/// Frees locks that any owner holds.
 pub(crate) static FORCE_UNLOCK: Script = Script::new(
     "force_unlock",
     include_str!("../../lua/v1/force_unlock.lua"),
@@ -34,9 +34,9 @@ pub(crate) static FORCE_UNLOCK: Script = Script::new(
 pub(crate) static COUNT: Script =
     Script::new("count", include_str!("../../lua/v1/count.lua"), &["owner"]);
 
-/// Tells who holds a lock, and for how long.
+/// Reads the owners of a lock, their hold counts, and the time to live.
 pub(crate) static INSPECT: Script =
     Script::new("inspect", include_str!("../../lua/v1/inspect.lua"), &[]);
 
-/// All of them: what a connection loads.
+/// All scripts: a new client loads them.
 pub(crate) static ALL: [&Script; 6] = [&ACQUIRE, &RELEASE, &RENEW, &FORCE_UNLOCK, &COUNT, &INSPECT];

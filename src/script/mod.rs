@@ -1,8 +1,8 @@
-//! Scripts: their text, their SHA-1, and how their arguments and replies are laid out.
+//! Scripts: their text, their SHA-1, and the layout of their arguments and replies.
 //!
-//! Every script in `lua/` has one shape: a key and a fixed row of arguments for each lock, and a
-//! pair of values (code, detail) for each lock in the reply. So one file serves a single lock and
-//! a batch, and the layout is written down once, here.
+//! Every script in `lua/` has the same layout: one key and a fixed row of arguments for each lock,
+//! and a pair of values (code, detail) for each lock in the reply. So one script serves a single
+//! lock as well as a batch.
 
 use std::sync::OnceLock;
 
@@ -10,7 +10,7 @@ use bytes::Bytes;
 use sha1::{Digest, Sha1};
 
 use crate::error::ServerError;
-use crate::link::{Call, Failure, Reply, What};
+use crate::link::{Call, Failure, Reply, Source};
 
 pub(crate) mod catalog;
 
@@ -33,7 +33,7 @@ impl Script {
         }
     }
 
-    /// A call without locks yet: see [`Batch::row`].
+    /// Begins a call. [`Batch::row`] adds its locks.
     pub(crate) fn batch(&'static self, locks: usize) -> Batch {
         Batch {
             script: self,
@@ -42,9 +42,9 @@ impl Script {
         }
     }
 
-    /// What a connection needs to run it.
-    pub(crate) fn what(&'static self) -> What {
-        What {
+    /// The text and SHA-1 by which the link calls the script.
+    pub(crate) fn source(&'static self) -> Source {
+        Source {
             sha1: self.sha1(),
             text: self.text,
         }
@@ -56,7 +56,7 @@ impl Script {
     }
 }
 
-/// A call in the making, for one lock or for many.
+/// A call that is being built, for one lock or several.
 #[derive(Debug)]
 pub(crate) struct Batch {
     script: &'static Script,
@@ -65,7 +65,8 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// Adds a lock with its row of arguments, each beside its name so that places cannot drift.
+    /// Adds a lock with its row of arguments. Each has its name beside it, which debug builds
+    /// compare with the script's row.
     pub(crate) fn row<const N: usize>(
         mut self,
         key: Bytes,
@@ -85,33 +86,32 @@ impl Batch {
     /// The finished call.
     pub(crate) fn call(self) -> Call {
         Call {
-            what: self.script.what(),
+            script: self.script.source(),
             keys: self.keys,
             args: self.args,
         }
     }
 }
 
-/// What a script answered for one lock.
+/// The answer of a script for one lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Answer {
-    /// Which of the answers that the script's header lists.
+    /// One of the codes that the script's header lists.
     pub(crate) code: i64,
-    /// The number beside it, unless `code` is [`REFUSED`].
+    /// The number that follows the code; 0 if `code` is [`REFUSED`].
     pub(crate) number: i64,
     /// The server's error, if `code` is [`REFUSED`].
     pub(crate) refusal: Option<ServerError>,
 }
 
-/// The code by which every script says that the server refused a command for that lock.
+/// The code with which every script reports that the server refused a command for that lock.
 pub(crate) const REFUSED: i64 = 3;
 
 /// Reads a reply as one answer for each of `locks` locks.
 ///
-/// A reply of any other shape cannot be ours: then nothing is known of what the script did.
+/// A reply of any other layout does not come from the script, so the outcome is unknown.
 pub(crate) fn answers(reply: Reply, locks: usize) -> Result<Vec<Answer>, Failure> {
-    let malformed =
-        |reply: &Reply| Failure::Unknown(format!("a reply of another shape: {reply:?}"));
+    let malformed = |reply: &Reply| Failure::Unknown(format!("malformed reply: {reply:?}"));
     let Reply::List(values) = &reply else {
         return Err(malformed(&reply));
     };
@@ -135,7 +135,7 @@ pub(crate) fn answers(reply: Reply, locks: usize) -> Result<Vec<Answer>, Failure
                     number,
                     refusal: None,
                 }),
-                // A count that is no number, put there by somebody else's hand.
+                // Another program has written a hold count that is not a number.
                 None if matches!(detail, Reply::Text(_)) => {
                     let refusal =
                         Some(format!("ERR the hold count is not a number: {detail:?}").into());
@@ -156,7 +156,7 @@ pub(crate) fn answers(reply: Reply, locks: usize) -> Result<Vec<Answer>, Failure
 pub(crate) fn answer(reply: Reply) -> Result<Answer, Failure> {
     answers(reply, 1)?
         .pop()
-        .ok_or_else(|| Failure::Unknown("an empty reply".into()))
+        .ok_or_else(|| Failure::Unknown("empty reply".into()))
 }
 
 fn hex(bytes: &[u8]) -> String {
@@ -167,23 +167,23 @@ fn hex(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    /// Each script's text as it landed. A change of text within a wire generation is made here as
-    /// well, on purpose: two releases that share locks then differ in a line that a reviewer sees.
+    /// The recorded checksum of each script. A change of a script within a wire generation has to
+    /// change this file as well, so that a reviewer sees that two releases that share locks differ.
     const CHECKSUMS: &str = include_str!("../../lua/v1/CHECKSUMS");
 
     #[test]
-    fn texts_are_the_recorded_ones() {
+    fn script_texts_match_recorded_checksums() {
         let now: String = catalog::ALL
             .iter()
             .map(|script| format!("{}  {}.lua\n", script.sha1(), script.name))
             .collect();
         assert_eq!(
             CHECKSUMS, now,
-            "write the new text to lua/v1/CHECKSUMS if the change is meant"
+            "if the change is intended, write the new checksums to lua/v1/CHECKSUMS"
         );
     }
 
-    /// The names of the arguments in a header, in their order.
+    /// The names of the arguments in a header, in order.
     fn header_row(text: &str) -> Vec<&str> {
         text.lines()
             .take_while(|line| line.starts_with("--"))
@@ -197,14 +197,14 @@ mod tests {
     }
 
     #[test]
-    fn headers_name_the_arguments_that_are_bound() {
+    fn header_lists_arguments_in_bound_order() {
         for script in catalog::ALL {
             assert_eq!(header_row(script.text), script.row, "{}", script.name);
         }
     }
 
     #[test]
-    fn headers_tell_keys_arguments_and_replies() {
+    fn header_describes_keys_arguments_and_reply() {
         for script in catalog::ALL {
             let first = script.text.lines().next().unwrap();
             assert!(
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_is_in_the_catalog() {
+    fn every_lua_file_is_in_catalog() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/lua/v1");
         let mut files: Vec<String> = std::fs::read_dir(folder)
             .unwrap()
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reply_of_another_shape_is_an_unknown_outcome() {
+    fn malformed_reply_is_unknown_outcome() {
         for reply in [
             Reply::Nil,
             Reply::Int(1),
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_is_no_number_is_a_refusal() {
+    fn non_numeric_count_is_refusal() {
         let reply = Reply::List(vec![
             Reply::Int(2),
             Reply::Text(Bytes::from_static(b"many")),
@@ -269,7 +269,7 @@ mod properties {
     use crate::locks::reentrant::Reentrant;
     use crate::locks::{Acquired, Kind, Released, Renewed};
 
-    /// Values as scripts answer them, and all others.
+    /// Any reply: values that scripts return, and others.
     fn reply() -> impl Strategy<Value = Reply> {
         let text = prop_oneof![
             "-?[0-9]{0,20}".prop_map(String::into_bytes),
@@ -287,7 +287,7 @@ mod properties {
         })
     }
 
-    /// Mostly of the shape that scripts answer.
+    /// Any reply, mostly with the layout of a script's reply.
     fn pairs() -> impl Strategy<Value = Reply> {
         prop_oneof![
             1 => reply(),
@@ -296,7 +296,7 @@ mod properties {
         ]
     }
 
-    /// Code and number, if the reply has one pair of them for each lock.
+    /// The codes and numbers, if the reply has one pair for each lock.
     fn numbers(reply: &Reply, locks: usize) -> Option<Vec<(i64, Option<i64>)>> {
         let Reply::List(values) = reply else {
             return None;
@@ -316,7 +316,7 @@ mod properties {
         #![proptest_config(ProptestConfig { failure_persistence: None, cases: 2_000, ..Default::default() })]
 
         #[test]
-        fn any_reply_is_read_whole_or_not_at_all(reply in pairs(), locks in 0..4_usize) {
+        fn any_reply_is_read_completely_or_refused(reply in pairs(), locks in 0..4_usize) {
             let expected = numbers(&reply, locks);
             match answers(reply, locks) {
                 Ok(answers) => {
@@ -335,36 +335,36 @@ mod properties {
         }
 
         #[test]
-        fn only_a_whole_reply_that_says_so_grants_or_frees(reply in pairs()) {
-            let told = numbers(&reply, 1).map(|told| told[0]);
-            let says = |wanted: i64| matches!(told, Some((code, Some(_))) if code == wanted);
+        fn only_complete_reply_with_code_grants_or_frees(reply in pairs()) {
+            let answered = numbers(&reply, 1).map(|answered| answered[0]);
+            let says = |wanted: i64| matches!(answered, Some((code, Some(_))) if code == wanted);
             match Reentrant.acquired(reply.clone()) {
                 Ok(Acquired::Granted) => prop_assert!(says(1)),
                 Ok(Acquired::Held(_)) => prop_assert!(says(0)),
-                Ok(Acquired::Other(count)) => prop_assert_eq!(told, Some((2, Some(count)))),
-                Err(Failure::Server(_)) => prop_assert!(told.is_some()),
+                Ok(Acquired::Other(count)) => prop_assert_eq!(answered, Some((2, Some(count)))),
+                Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
             }
             match Reentrant.released(reply.clone()) {
                 Ok(Released::Freed) => prop_assert!(says(1)),
                 Ok(Released::Left) => prop_assert!(says(0)),
-                Ok(Released::Below(count)) => prop_assert_eq!(told, Some((2, Some(count)))),
-                Err(Failure::Server(_)) => prop_assert!(told.is_some()),
+                Ok(Released::Below(count)) => prop_assert_eq!(answered, Some((2, Some(count)))),
+                Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
             }
             match Reentrant.counted(reply) {
-                Ok(count) => prop_assert!(matches!(told, Some((_, Some(number))) if number == count)),
-                Err(Failure::Server(_)) => prop_assert!(told.is_some()),
+                Ok(count) => prop_assert!(matches!(answered, Some((_, Some(number))) if number == count)),
+                Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
             }
         }
 
         #[test]
-        fn a_renewal_is_believed_lock_by_lock(reply in pairs(), locks in 1..4_usize) {
-            let told = numbers(&reply, locks);
+        fn renewal_reply_is_read_per_lock(reply in pairs(), locks in 1..4_usize) {
+            let answered = numbers(&reply, locks);
             if let Ok(renewed) = Reentrant.renewed(reply, locks) {
-                let told = told.expect("a pair for each lock");
-                for (renewed, (code, number)) in renewed.into_iter().zip(told) {
+                let answered = answered.expect("a pair for each lock");
+                for (renewed, (code, number)) in renewed.into_iter().zip(answered) {
                     match renewed {
                         Renewed::Yes => prop_assert!(code == 1 && number.is_some()),
                         Renewed::Gone => prop_assert!(code == 0 && number.is_some()),
@@ -375,19 +375,18 @@ mod properties {
         }
     }
 
-    /// No script answers so: what it did is not known, and a server's refusal would say that it did
-    /// nothing.
+    /// No script returns this reply. A server error would state that nothing was changed.
     #[test]
-    fn a_grant_without_its_count_is_an_unknown_outcome() {
+    fn grant_without_count_is_unknown_outcome() {
         for detail in [Reply::Nil, Reply::List(vec![])] {
             let outcome = Reentrant.acquired(Reply::List(vec![Reply::Int(1), detail]));
             assert!(matches!(outcome, Err(Failure::Unknown(_))), "{outcome:?}");
         }
     }
 
-    /// A refusal, or a code that `count` does not have, is no count.
+    /// Only code 1 of `count` carries a hold count.
     #[test]
-    fn a_code_that_is_not_listed_is_no_count() {
+    fn unlisted_code_of_count_is_unknown_outcome() {
         for code in [0, 2, REFUSED, 7] {
             let outcome = Reentrant.counted(Reply::List(vec![Reply::Int(code), Reply::Int(5)]));
             assert!(
