@@ -37,24 +37,24 @@ impl LeaseTime {
         Duration::from_millis(self.0)
     }
 
-    /// For how long after a script was sent the lease counts as proved.
+    /// How long the lease counts as proved, from the moment at which the script was sent.
     ///
-    /// The server's expiry starts later, when the script runs, so all of the lease would do if
-    /// clocks and timers were perfect. The margin (a twentieth, at most half a second) is for
-    /// clocks of unlike speed and for timers that fire late: the owner has to hear of the loss
-    /// before anybody else can have the lock.
+    /// The server's expiry starts later, when the script runs, so with perfect clocks and timers
+    /// the whole lease would do. The margin (a twentieth, at most 500 ms) allows for clocks that
+    /// differ in speed and timers that fire late: the owner must be notified of the loss before
+    /// another owner can acquire the lock.
     pub(crate) fn provable(self) -> Duration {
         let lease = self.duration();
         lease - (lease / 20).min(Duration::from_millis(500))
     }
 }
 
-/// How long a caller is ready to wait for a lock that others hold.
+/// How long a request waits for a lock that another owner holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WaitTime {
     /// Without limit.
     Unlimited,
-    /// At most this long; zero asks once.
+    /// At most this long; zero makes one attempt.
     AtMost(Duration),
 }
 
@@ -67,22 +67,38 @@ impl WaitTime {
     }
 }
 
-/// What happens when a task waits for a lock that it holds itself under another owner.
+/// What a client does when a task waits for a lock that the same task holds under another owner.
 ///
-/// A task that waits so waits for ever, unless the code that holds the lock runs in another branch
-/// of the same task (`join!`) and releases it meanwhile.
+/// Such a task waits forever, unless the code that holds the lock runs in another branch of the
+/// task (`join!`) and releases the lock.
+///
+/// ```no_run
+/// use redisson_lock::{DeadlockDetection, Error, LockClient};
+///
+/// # async fn example() -> Result<(), redisson_lock::Error> {
+/// let client = LockClient::builder()
+///     .deadlock_detection(DeadlockDetection::Fail)
+///     .connect("redis://127.0.0.1:6379")
+///     .await?;
+/// let lock = client.lock("order:42");
+/// let guard = lock.lock().await?;
+/// // Outside a scope the second acquisition has an owner of its own.
+/// assert!(matches!(lock.lock().await, Err(Error::WouldDeadlock { .. })));
+/// guard.unlock().await
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum DeadlockDetection {
-    /// The client logs a warning, and the task waits (the default).
+    /// The client logs a warning and the task waits (the default).
     #[default]
     Warn,
-    /// The request fails with [`Error::WouldDeadlock`]. Branches of one task that take turns at a
-    /// lock fail as well.
+    /// The request fails with [`Error::WouldDeadlock`]. It also fails where another branch of the
+    /// same task would have released the lock.
     Fail,
 }
 
-/// The client's settings, as the builder gathered them.
+/// The client's settings, checked by the builder.
 #[derive(Debug, Clone)]
 pub(crate) struct Config {
     pub(crate) watchdog_timeout: LeaseTime,
@@ -111,13 +127,14 @@ impl Default for Config {
 }
 
 impl Config {
-    /// How long a caller waits for an answer at all: at least as long as one reply may take.
+    /// How long a caller waits for a result: the retry timeout, but at least the time that one
+    /// reply may take.
     pub(crate) fn patience(&self) -> Duration {
         self.retry_timeout.max(self.command_timeout)
     }
 }
 
-/// Refuses a duration outside the bounds that the message names.
+/// Returns the value if it is within the bounds; `allowed` states them for the error.
 pub(crate) fn bounded(
     setting: &'static str,
     value: Duration,
@@ -140,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn leases_that_would_delete_the_key_or_overflow_are_refused() {
+    fn lease_that_deletes_key_or_overflows_is_refused() {
         for lease in [
             Duration::ZERO,
             Duration::from_nanos(1),
@@ -163,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_proved_for_less_than_it_lasts() {
+    fn proved_time_is_shorter_than_lease() {
         for (lease, micros) in [
             (1, 950),
             (2, 1_900),
@@ -177,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_are_bounded() {
+    fn wait_over_limit_is_refused() {
         assert_eq!(
             WaitTime::new(Duration::ZERO),
             Ok(WaitTime::AtMost(Duration::ZERO))

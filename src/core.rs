@@ -1,4 +1,4 @@
-//! What the parts of one client share.
+//! The state that the parts of one client share.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,8 +20,8 @@ use crate::runtime::Runtime;
 use crate::stats::{Counters, add};
 use crate::wakeup::Wakeups;
 
-/// The parts of a client. Its tasks hold it weakly: they end when the last lock, guard and client
-/// are gone.
+/// The parts of a client. Its tasks hold weak references: they end when the last lock, guard and
+/// client are dropped.
 pub(crate) struct Core {
     pub(crate) client_id: ClientId,
     pub(crate) config: Config,
@@ -34,7 +34,7 @@ pub(crate) struct Core {
     pub(crate) runtime: Runtime,
     /// Host and port of the server, for errors.
     pub(crate) address: Arc<str>,
-    /// Dropped with the core, which stops the tasks.
+    /// Dropping it with the core stops the tasks.
     pub(crate) stop: watch::Sender<bool>,
 }
 
@@ -47,8 +47,8 @@ impl Core {
         Ok(())
     }
 
-    /// Closes the client for callers. The locks that are held are lost; those whose release is
-    /// pending are not.
+    /// Closes the client for callers. Locks that are held become lost, except those whose release
+    /// is pending.
     pub(crate) fn close(self: &Arc<Self>, reason: LostReason) {
         self.closed.store(true, Ordering::Release);
         self.wakeups.close();
@@ -61,8 +61,8 @@ impl Core {
         }
     }
 
-    /// Drives an operation of a caller: outside a runtime too, and not beyond the end of the
-    /// client's runtime.
+    /// Runs an operation of a caller. It works outside a runtime, too, and fails when the client's
+    /// runtime ends.
     pub(crate) async fn drive<T>(
         self: Arc<Self>,
         operation: impl Future<Output = Result<T, Error>>,
@@ -83,8 +83,7 @@ impl Core {
         self.holds.entry(ident, kind)
     }
 
-    /// Makes a call that may be made any number of times, and asks again while the trouble may
-    /// pass.
+    /// Sends an idempotent call, and repeats it after transient errors until the retry timeout.
     pub(crate) async fn ask(&self, call: Call, lock: &str, step: Step) -> Result<Asked, Error> {
         self.ensure_open()?;
         let begun = Instant::now();
@@ -101,7 +100,7 @@ impl Core {
                 continue;
             }
             return Err(match failure {
-                // A question leaves nothing behind.
+                // An inspection changes nothing, so its outcome is never unknown.
                 Failure::Unknown(_) | Failure::NotSent(_) if repeated && step == Step::Inspect => {
                     Error::Timeout {
                         step,
@@ -121,7 +120,7 @@ impl Core {
     }
 }
 
-/// A reply, and whether an earlier sending of the same call may have run.
+/// A reply, and whether an earlier copy of the same call may have run.
 pub(crate) struct Asked {
     pub(crate) reply: Reply,
     pub(crate) repeated: bool,

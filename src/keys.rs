@@ -1,19 +1,23 @@
-//! Every key and channel name, and which lock names are refused.
+//! The key and channel names of a lock, and the check of lock names.
 
 use bytes::Bytes;
 
 use crate::error::Error;
 
-/// The longest lock name, in bytes. A key may be longer in Redis, but a lock's name is not a
-/// document.
+/// The length of the longest lock name, in bytes of UTF-8. A longer name is refused with
+/// [`Error::InvalidName`]. (A key in Redis may be longer.)
+///
+/// ```
+/// assert!("order:42".len() <= redisson_lock::MAX_NAME_LEN);
+/// ```
 pub const MAX_NAME_LEN: usize = 16 * 1024;
 
 /// The keys of one lock.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Keys {
-    /// The hash, field `CLIENT:THREAD` -> hold count.
+    /// The key of the hash: field `CLIENT:THREAD`, value hold count.
     pub(crate) name: Bytes,
-    /// Where its unlock is published.
+    /// The release channel.
     pub(crate) channel: Bytes,
 }
 
@@ -39,18 +43,18 @@ impl Keys {
 
     /// The name as the caller passed it.
     pub(crate) fn name(&self) -> &str {
-        // It was made from a `str`, so it is valid UTF-8.
+        // The bytes come from a `str`, so they are valid UTF-8.
         std::str::from_utf8(&self.name).unwrap_or_default()
     }
 
-    /// The name as the caller passed it.
+    /// The name as the caller passed it, as an owned string.
     pub(crate) fn display(&self) -> String {
         self.name().to_owned()
     }
 }
 
-/// A name with a hash tag: as it is if it has an opening brace already, in braces otherwise
-/// (Redisson's rule).
+/// Adds a hash tag by Redisson's rule: a name with an opening brace stays unchanged, any other is
+/// put in braces.
 fn tagged(name: &str) -> String {
     if name.contains('{') {
         name.to_owned()
@@ -72,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn channels_follow_redissons_brace_rule() {
+    fn channel_name_follows_redisson_brace_rule() {
         for (name, channel) in [
             ("order:42", "redisson_lock__channel:{order:42}"),
             ("order:{42}", "redisson_lock__channel:order:{42}"),
@@ -85,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_taken_as_they_are() {
+    fn odd_name_is_used_unchanged() {
         for name in [
             " ",
             "a b",
@@ -102,14 +106,14 @@ mod tests {
     }
 
     #[test]
-    fn empty_and_endless_names_are_refused() {
+    fn empty_or_too_long_name_is_refused() {
         assert!(matches!(
             Keys::reentrant(""),
             Err(Error::InvalidName { .. })
         ));
         assert!(Keys::reentrant(&"é".repeat(MAX_NAME_LEN / 2)).is_ok());
         let Err(Error::InvalidName { name, .. }) = Keys::reentrant(&"é".repeat(1 << 20)) else {
-            panic!("a name of 2 MiB was taken");
+            panic!("a name of 2 MiB was accepted");
         };
         assert!(name.len() < 200, "{name}");
     }
@@ -133,7 +137,7 @@ mod properties {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
         #[test]
-        fn any_name_is_refused_or_taken_as_it_is(name in name()) {
+        fn any_name_is_refused_or_used_unchanged(name in name()) {
             match Keys::reentrant(&name) {
                 Ok(keys) => {
                     prop_assert!((1..=MAX_NAME_LEN).contains(&name.len()));
@@ -146,8 +150,8 @@ mod properties {
                 }
                 Err(error) => {
                     prop_assert!(!(1..=MAX_NAME_LEN).contains(&name.len()));
-                    let Error::InvalidName { name: told, .. } = &error else { panic!("{error:?}") };
-                    prop_assert!(told.len() < 300 && error.to_string().len() < 1_000);
+                    let Error::InvalidName { name: shown, .. } = &error else { panic!("{error:?}") };
+                    prop_assert!(shown.len() < 300 && error.to_string().len() < 1_000);
                 }
             }
         }

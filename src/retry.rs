@@ -1,4 +1,4 @@
-//! How long, and how often, an operation tries again.
+//! Backoff between the tries of an operation.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use tokio::time::{Instant, sleep};
 const FIRST: Duration = Duration::from_millis(10);
 pub(crate) const LONGEST: Duration = Duration::from_millis(250);
 
-/// Pauses that grow, within a limit of time that starts now.
+/// Pauses that grow from 10 ms to 250 ms, until a time limit that starts with [`Patience::new`].
 #[derive(Debug)]
 pub(crate) struct Patience {
-    /// `None` where the clock cannot count that far.
+    /// `None` if the clock cannot represent that moment: no limit.
     ends: Option<Instant>,
     next: Duration,
 }
@@ -23,9 +23,9 @@ impl Patience {
         }
     }
 
-    /// Sleeps before another try; `false` if there is no time left for one.
+    /// Sleeps before the next try. Returns `false` at once if the limit leaves no time for one.
     pub(crate) async fn pause(&mut self) -> bool {
-        // Spread, so that many who met the same trouble do not come back as one.
+        // Random, so that callers that failed at the same time do not retry at the same time.
         let pause = self.next.mul_f64(rand::random_range(0.5..1.0));
         if self.ends.is_some_and(|ends| Instant::now() + pause > ends) {
             return false;
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn pauses_end_with_the_limit() {
+    async fn pauses_stop_at_time_limit() {
         let begun = Instant::now();
         let mut patience = Patience::new(Duration::from_secs(2));
         let mut pauses = 0;

@@ -1,4 +1,4 @@
-//! The kinds of lock, one file each, and what the shared rooms need to know of a kind.
+//! The kinds of lock, one folder each, and the interface between a kind and the shared modules.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +15,7 @@ pub(crate) mod guard;
 pub(crate) mod reentrant;
 pub(crate) mod requests;
 
-/// A lock and who wants it, as the scripts see it.
+/// A lock and an owner, as the scripts take them.
 #[derive(Debug)]
 pub(crate) struct Ident {
     pub(crate) keys: Keys,
@@ -43,7 +43,7 @@ impl Ident {
         String::from_utf8_lossy(&self.field).into_owned()
     }
 
-    /// The error for a step that took too long.
+    /// The error for a step that exceeded its limit.
     pub(crate) fn timeout(&self, step: Step, after: Duration) -> Error {
         Error::Timeout {
             step,
@@ -53,18 +53,18 @@ impl Ident {
         }
     }
 
-    /// The error for a call of which nothing is left to be settled.
+    /// The error for a failed call that had no effect.
     pub(crate) fn refused(&self, failure: Failure) -> Error {
         error(failure, &self.lock(), &self.address, None)
     }
 
-    /// The error for a step that may have happened all the same.
+    /// The error for a failed call after which the step may have been done.
     pub(crate) fn unknown(&self, failure: Failure, step: Step) -> Error {
         error(failure, &self.lock(), &self.address, Some(step))
     }
 }
 
-/// The error for a call without a reply. `unknown` is the step that may have been done all the same.
+/// The error for a failed call. `unknown` names the step if it may have been done.
 pub(crate) fn error(failure: Failure, lock: &str, address: &str, unknown: Option<Step>) -> Error {
     let lock = lock.to_owned();
     let Some(step) = unknown else {
@@ -83,60 +83,61 @@ pub(crate) fn error(failure: Failure, lock: &str, address: &str, unknown: Option
     let detail = match failure {
         Failure::Closed => "the client was shut down before the reply".into(),
         Failure::Server(error) => {
-            format!("a reply was lost, and the server refused the repetition: {error}")
+            format!("a reply was lost, and the server refused the repeated call: {error}")
         }
         Failure::NotSent(detail) | Failure::Unknown(detail) => format!("{address}: {detail}"),
     };
     Error::OutcomeUnknown { lock, step, detail }
 }
 
-/// A kind of lock: which scripts move it, and how their answers are read.
+/// A kind of lock: the scripts that change its state, and how their replies are read.
 pub(crate) trait Kind: Send + Sync + 'static {
-    /// Takes a hold: `target` over `before`.
+    /// Acquires a hold: sets the owner's hold count from `before` to `target`.
     fn acquire(&self, ident: &Ident, before: i64, target: i64, lease: LeaseTime) -> Call;
     fn acquired(&self, reply: Reply) -> Result<Acquired, Failure>;
 
-    /// Gives holds back until `leave` are left.
+    /// Releases holds: sets the owner's hold count to `leave`.
     fn release(&self, ident: &Ident, leave: i64, lease: LeaseTime) -> Call;
     fn released(&self, reply: Reply) -> Result<Released, Failure>;
 
-    /// Restores the leases of many.
+    /// Renews the leases of several locks.
     fn renew(&self, idents: &[Arc<Ident>], lease: LeaseTime) -> Call;
     fn renewed(&self, reply: Reply, locks: usize) -> Result<Vec<Renewed>, Failure>;
 
-    /// Asks for the owner's hold count.
+    /// Reads the owner's hold count.
     fn count(&self, ident: &Ident) -> Call;
     fn counted(&self, reply: Reply) -> Result<i64, Failure>;
 }
 
-/// What an acquire found.
+/// The result of an acquire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Acquired {
-    /// The owner holds `target`.
+    /// The owner's hold count is `target`.
     Granted,
-    /// Somebody else holds the lock, for that long (`None`: without an expiry).
+    /// Another owner holds the lock. The time until its expiry; `None` without an expiry.
     Held(Option<Duration>),
-    /// The owner's count is another one.
+    /// The owner's hold count is neither `before` nor `target`: nothing was changed.
     Other(i64),
 }
 
-/// What a release found.
+/// The result of a release.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Released {
     /// The lock is free.
     Freed,
-    /// The owner still holds what it was told to leave.
+    /// The owner's hold count is `leave`, above 0.
     Left,
-    /// The owner's count was lower already.
+    /// The owner's hold count was below `leave` already: nothing was changed.
     Below(i64),
 }
 
-/// What a renewal found for one lock.
+/// The result of a renewal, for one lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Renewed {
+    /// The lease is restored.
     Yes,
-    /// The owner does not hold it.
+    /// The owner does not hold the lock.
     Gone,
-    /// The server refused it for this lock.
+    /// The server refused the renewal of this lock.
     Refused(ServerError),
 }

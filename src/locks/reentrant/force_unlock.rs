@@ -1,4 +1,7 @@
-//! Freeing a lock, whoever holds it.
+//! Force unlock: frees a lock that any owner holds.
+//!
+//! The call names the owner that an inspection found, so that a call that runs twice does not free
+//! the tenure of the next owner.
 
 use std::sync::Arc;
 
@@ -18,11 +21,12 @@ use crate::owner::thread_of;
 use crate::script::answer;
 use crate::script::catalog::FORCE_UNLOCK;
 
-/// Looks who holds the lock, and frees that owner's possession.
+/// Reads which owner holds the lock, and frees that owner's tenure. Returns whether the lock was
+/// held.
 pub(super) async fn force_unlock(core: &Arc<Core>, keys: &Keys) -> Result<bool, Error> {
-    const LOOKS: usize = 5;
-    for _ in 0..LOOKS {
-        // What was granted before the look, and is not there, is lost already.
+    const INSPECTIONS: usize = 5;
+    for _ in 0..INSPECTIONS {
+        // A tenure that began before the inspection and that the server does not have is lost.
         let earlier = core.holds.leases_of(&keys.name);
         let Some(owner) = Inspected::of(core, keys).await?.first_owner(keys)? else {
             lose_all(core, keys, |lease| {
@@ -43,12 +47,12 @@ pub(super) async fn force_unlock(core: &Arc<Core>, keys: &Keys) -> Result<bool, 
         }
     }
     lose_all(core, keys, |_| true);
-    Ok(force_out(core, keys, Bytes::new()).await?.0)
+    Ok(send(core, keys, Bytes::new()).await?.0)
 }
 
-/// Frees the possession of an owner of this client, in its turn: a grant that is on its way has
-/// arrived then, and it does nothing more with the lock until it is known what became of this. Its
-/// next possession would look the same to a script that runs twice.
+/// Frees the tenure of an owner of this client, serialized with the owner's other operations on the
+/// lock: a pending acquire has ended by then, and the next one starts after this call has an
+/// outcome. Otherwise a script that runs twice could free the owner's next tenure.
 async fn free_own(
     core: &Arc<Core>,
     keys: &Keys,
@@ -70,50 +74,51 @@ async fn free_own(
         .unwrap_or(Err(Error::Closed))
 }
 
-/// Frees the lock if that owner still holds it. Tells whether it has been freed.
+/// Frees the lock if that owner still holds it. Returns whether it was freed.
 async fn free(
     core: &Arc<Core>,
     keys: &Keys,
     owner: Bytes,
     earlier: &[Arc<Lease>],
 ) -> Result<bool, Error> {
-    // Told before anybody else can have it.
+    // Owners of this client are notified before another owner can acquire the lock.
     lose_all(core, keys, |lease| {
         lease.ident.field == owner
             || earlier
                 .iter()
                 .any(|earlier| std::ptr::eq(&**earlier, lease))
     });
-    let (freed, repeated) = force_out(core, keys, owner).await?;
-    // What a repeat does not find any more, the first sending has freed; or its owner has gone.
+    let (freed, repeated) = send(core, keys, owner).await?;
+    // If a repeated call does not find the owner, the first copy freed the lock, or the owner
+    // released it.
     Ok(freed || repeated)
 }
 
-/// Tells owners in this client that their lock is force-unlocked.
-fn lose_all(core: &Arc<Core>, keys: &Keys, whose: impl Fn(&Lease) -> bool) {
+/// Notifies the selected owners of this client that their lock is force-unlocked.
+fn lose_all(core: &Arc<Core>, keys: &Keys, is_selected: impl Fn(&Lease) -> bool) {
     for lease in core
         .holds
         .leases_of(&keys.name)
         .into_iter()
-        .filter(|lease| whose(lease))
+        .filter(|lease| is_selected(lease))
     {
         let reason = lease.lose(LostReason::ForceUnlocked);
         crate::renewal::tell_lost(core, &lease, reason, false);
     }
 }
 
-/// Frees the lock if that owner holds it. Tells whether it did, and whether an earlier sending may
-/// have.
-async fn force_out(core: &Core, keys: &Keys, owner: Bytes) -> Result<(bool, bool), Error> {
+/// Sends the call that frees the lock if that owner holds it; an empty owner stands for any. Returns
+/// whether the call freed the lock, and whether an earlier copy of it may have done so.
+async fn send(core: &Core, keys: &Keys, owner: Bytes) -> Result<(bool, bool), Error> {
     let lock = keys.display();
-    // What names no owner must not run twice.
+    // A call that names no owner must not run twice.
     let once = owner.is_empty();
     let row = [("owner", owner), ("channel", keys.channel.clone())];
     let call = FORCE_UNLOCK.batch(1).row(keys.name.clone(), row).call();
     let Asked { reply, repeated } = if once {
         let reply = core.link.call(call).await;
         Asked {
-            reply: reply.map_err(|failure| one_try(core, failure, &lock))?,
+            reply: reply.map_err(|failure| final_error(core, failure, &lock))?,
             repeated: false,
         }
     } else {
@@ -121,12 +126,12 @@ async fn force_out(core: &Core, keys: &Keys, owner: Bytes) -> Result<(bool, bool
     };
     let answer = answer(reply)
         .and_then(accepted)
-        .map_err(|failure| one_try(core, failure, &lock))?;
+        .map_err(|failure| final_error(core, failure, &lock))?;
     Ok((answer.code == 1, repeated))
 }
 
-/// The error for a force unlock that is not tried again.
-fn one_try(core: &Core, failure: Failure, lock: &str) -> Error {
+/// The error for a force unlock that is not repeated.
+fn final_error(core: &Core, failure: Failure, lock: &str) -> Error {
     let unknown = matches!(failure, Failure::Unknown(_)).then_some(Step::ForceUnlock);
     crate::locks::error(failure, lock, &core.address, unknown)
 }

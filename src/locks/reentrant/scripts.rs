@@ -1,4 +1,4 @@
-//! How a reentrant lock's scripts are called and read.
+//! The calls of a reentrant lock's scripts, and how their replies are read.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,7 +38,7 @@ impl Kind for Reentrant {
                 u64::try_from(answer.number).ok().map(Duration::from_millis),
             )),
             2 => Ok(Acquired::Other(answer.number)),
-            _ => Err(unlisted(&answer)),
+            _ => Err(unexpected(&answer)),
         }
     }
 
@@ -63,7 +63,7 @@ impl Kind for Reentrant {
             1 => Ok(Released::Freed),
             0 => Ok(Released::Left),
             2 => Ok(Released::Below(answer.number)),
-            _ => Err(unlisted(&answer)),
+            _ => Err(unexpected(&answer)),
         }
     }
 
@@ -86,9 +86,7 @@ impl Kind for Reentrant {
                 (1, _) => Ok(Renewed::Yes),
                 (0, _) => Ok(Renewed::Gone),
                 (_, Some(error)) => Ok(Renewed::Refused(error)),
-                (code, None) => Err(Failure::Unknown(format!(
-                    "a code that no script answers: {code}"
-                ))),
+                (code, None) => Err(Failure::Unknown(format!("unexpected reply code {code}"))),
             })
             .collect()
     }
@@ -105,12 +103,12 @@ impl Kind for Reentrant {
         if answer.code == 1 {
             Ok(answer.number)
         } else {
-            Err(unlisted(&answer))
+            Err(unexpected(&answer))
         }
     }
 }
 
-/// Turns a refusal inside a reply into what it is.
+/// Turns a refusal inside a reply into a server error.
 pub(super) fn accepted(answer: Answer) -> Result<Answer, Failure> {
     match answer {
         Answer {
@@ -122,8 +120,8 @@ pub(super) fn accepted(answer: Answer) -> Result<Answer, Failure> {
     }
 }
 
-fn unlisted(answer: &Answer) -> Failure {
-    Failure::Unknown(format!("an answer that no script gives: {answer:?}"))
+fn unexpected(answer: &Answer) -> Failure {
+    Failure::Unknown(format!("unexpected reply: {answer:?}"))
 }
 
 fn digits(number: impl ToString) -> Bytes {
