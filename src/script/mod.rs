@@ -337,17 +337,17 @@ mod properties {
         #[test]
         fn only_complete_reply_with_code_grants_or_frees(reply in pairs()) {
             let answered = numbers(&reply, 1).map(|answered| answered[0]);
-            let says = |wanted: i64| matches!(answered, Some((code, Some(_))) if code == wanted);
+            let has_code = |wanted: i64| matches!(answered, Some((code, Some(_))) if code == wanted);
             match Reentrant.acquired(reply.clone()) {
-                Ok(Acquired::Granted) => prop_assert!(says(1)),
-                Ok(Acquired::Held(_)) => prop_assert!(says(0)),
+                Ok(Acquired::Granted) => prop_assert!(has_code(1)),
+                Ok(Acquired::Held(_)) => prop_assert!(has_code(0)),
                 Ok(Acquired::Other(count)) => prop_assert_eq!(answered, Some((2, Some(count)))),
                 Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
             }
             match Reentrant.released(reply.clone()) {
-                Ok(Released::Freed) => prop_assert!(says(1)),
-                Ok(Released::Left) => prop_assert!(says(0)),
+                Ok(Released::Freed) => prop_assert!(has_code(1)),
+                Ok(Released::Left) => prop_assert!(has_code(0)),
                 Ok(Released::Below(count)) => prop_assert_eq!(answered, Some((2, Some(count)))),
                 Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),

@@ -1,17 +1,17 @@
-//! What a reentrant lease lock is: the server's state, and what each client believes it has.
+//! The reference model of a reentrant lock with leases: the server's state and each client's record.
 //!
-//! Nothing here knows the library. Times are ranges, since a caller knows only between which two
-//! moments a script ran.
+//! The model does not use the library. Times are ranges, since a caller knows only two moments
+//! between which a script ran.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use redisson_lock::LostReason;
 
-/// The lease of holds without one of their own; so long that no renewal falls into a case.
+/// The watchdog timeout: so long that no case has a renewal.
 pub const WATCHDOG: Duration = Duration::from_secs(3600);
 
-/// Between which two moments something happened.
+/// Two moments between which an event happened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
     pub from: Instant,
@@ -19,7 +19,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// What follows that much later: `least` to `most`.
+    /// An event that follows this one by `least` to `most`.
     fn plus(self, least: Duration, most: Duration) -> Self {
         Self {
             from: self.from + least,
@@ -35,7 +35,7 @@ impl Span {
     }
 }
 
-/// A lock, as the server has it.
+/// A held lock in the server's state.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
     pub owner: usize,
@@ -43,56 +43,55 @@ pub struct Held {
     pub expires: Span,
 }
 
-/// One hold of a possession: a guard stands for it, or it was forgotten.
+/// One hold of a tenure: it has a guard, or is detached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hold {
-    pub possession: usize,
+    pub tenure: usize,
     pub id: usize,
 }
 
-/// From a hold count of 0 until it is 0 again or the lock is lost, as a client records it.
+/// A tenure in a client's record: from hold count 0 until it is 0 again or the lock is lost.
 #[derive(Debug)]
-struct Possession {
+struct Tenure {
     owner: usize,
     lock: usize,
-    /// Holds in their order, and whether a guard stands for each.
+    /// The holds in order of acquisition: id, and whether it has a guard.
     holds: Vec<(usize, bool)>,
-    /// What was on the server before: holds that were handed over.
+    /// The hold count before the first acquisition: holds that were handed over.
     base: u64,
-    /// The leases of all holds that it ever had.
+    /// The leases of all its holds, released ones included.
     leases: Vec<Duration>,
     lost: Option<LostReason>,
 }
 
-impl Possession {
+impl Tenure {
     fn is_live(&self) -> bool {
         self.lost.is_none() && !self.holds.is_empty()
     }
 }
 
-/// How giving back by hand ends.
+/// The result of `unlock` without a guard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unlocked {
     Freed,
     NotHeld,
     Lost(LostReason),
-    /// It was lost and nobody has a hold of it any more: whether that is still remembered is a
-    /// matter of luck.
+    /// The tenure was lost and has no holds any more: the client may remember the loss or not.
     NotHeldOrLost,
 }
 
 #[derive(Debug, Default)]
 pub struct Model {
     pub locks: Vec<Option<Held>>,
-    /// For each owner its client, and whether others may act under its id.
+    /// For each owner its client, and whether other processes may use its thread id.
     pub owners: Vec<(usize, bool)>,
-    possessions: Vec<Possession>,
-    /// The latest possession of an owner and a lock.
+    tenures: Vec<Tenure>,
+    /// The latest tenure of an owner and a lock.
     latest: HashMap<(usize, usize), usize>,
-    /// Forgotten holds of earlier possessions that were lost, of which nobody has been told.
-    owed: HashMap<(usize, usize), Vec<LostReason>>,
-    /// Whose losses may have been told or not.
-    pub vague: HashSet<(usize, usize)>,
+    /// Lost detached holds of earlier tenures whose loss has not been reported.
+    unreported: HashMap<(usize, usize), Vec<LostReason>>,
+    /// Owners and locks whose losses may have been reported or not.
+    pub uncertain: HashSet<(usize, usize)>,
     ids: usize,
 }
 
@@ -113,36 +112,36 @@ impl Model {
     }
 
     pub fn lost(&self, hold: Hold) -> Option<LostReason> {
-        self.possessions[hold.possession].lost
+        self.tenures[hold.tenure].lost
     }
 
-    /// The other holds of its possession: with a guard, and forgotten.
+    /// The other holds of its tenure: those with a guard, and the number of detached ones.
     pub fn siblings(&self, hold: Hold) -> (Vec<Hold>, usize) {
-        let possession = &self.possessions[hold.possession];
-        let others = possession.holds.iter().filter(|(id, _)| *id != hold.id);
-        let (guarded, forgotten): (Vec<_>, Vec<_>) = others.partition(|(_, guarded)| *guarded);
+        let tenure = &self.tenures[hold.tenure];
+        let others = tenure.holds.iter().filter(|(id, _)| *id != hold.id);
+        let (guarded, detached): (Vec<_>, Vec<_>) = others.partition(|(_, guarded)| *guarded);
         let with_id = |(id, _): &(usize, bool)| Hold {
-            possession: hold.possession,
+            tenure: hold.tenure,
             id: *id,
         };
-        (guarded.into_iter().map(with_id).collect(), forgotten.len())
+        (guarded.into_iter().map(with_id).collect(), detached.len())
     }
 
-    /// Whether the server has the hold that the client believes in.
+    /// Whether the client's record has a hold that the server does not have.
     pub fn is_stale(&self, hold: Hold) -> bool {
-        let possession = &self.possessions[hold.possession];
-        possession.lost.is_none() && self.count(possession.owner, possession.lock) == 0
+        let tenure = &self.tenures[hold.tenure];
+        tenure.lost.is_none() && self.count(tenure.owner, tenure.lock) == 0
     }
 
-    /// Whether this owner ever had to do with this lock.
+    /// Whether this owner has never held this lock.
     pub fn is_untouched(&self, owner: usize, lock: usize) -> bool {
         !self
-            .possessions
+            .tenures
             .iter()
-            .any(|possession| (possession.owner, possession.lock) == (owner, lock))
+            .any(|tenure| (tenure.owner, tenure.lock) == (owner, lock))
     }
 
-    /// Takes a hold; `None` if somebody else has the lock.
+    /// Acquires a hold; `None` if another owner holds the lock.
     pub fn acquire(
         &mut self,
         owner: usize,
@@ -155,18 +154,18 @@ impl Model {
             .latest
             .get(&(owner, lock))
             .copied()
-            .filter(|at| self.possessions[*at].is_live());
+            .filter(|at| self.tenures[*at].is_live());
         let expires = ran.plus(lease, lease);
-        let (possession, base) = match &mut self.locks[lock] {
+        let (tenure, base) = match &mut self.locks[lock] {
             Some(held) if held.owner == owner => {
                 held.count += 1;
                 held.expires = held.expires.max(expires);
                 (live, held.count - 1)
             }
             held => {
-                // The client learns that what it believed to have is gone.
+                // The reply shows the client that its recorded tenure is lost.
                 if let Some(live) = live {
-                    self.possessions[live].lost = Some(LostReason::Gone);
+                    self.tenures[live].lost = Some(LostReason::Gone);
                 }
                 if held.is_some() {
                     return None;
@@ -179,30 +178,30 @@ impl Model {
                 (None, 0)
             }
         };
-        let possession = possession.unwrap_or_else(|| self.begin(owner, lock, base));
+        let tenure = tenure.unwrap_or_else(|| self.begin(owner, lock, base));
         let id = self.ids;
         self.ids += 1;
-        self.possessions[possession].holds.push((id, true));
-        self.possessions[possession].leases.push(lease);
-        Some(Hold { possession, id })
+        self.tenures[tenure].holds.push((id, true));
+        self.tenures[tenure].leases.push(lease);
+        Some(Hold { tenure, id })
     }
 
     fn begin(&mut self, owner: usize, lock: usize, base: u64) -> usize {
-        // Forgotten holds that were lost are remembered until somebody asks.
+        // Lost detached holds stay recorded until `unlock` reports them.
         for older in self
-            .possessions
+            .tenures
             .iter_mut()
             .filter(|older| (older.owner, older.lock) == (owner, lock))
         {
             let before = older.holds.len();
             older.holds.retain(|(_, guarded)| *guarded);
-            let untold = before - older.holds.len();
-            self.owed
+            let lost = before - older.holds.len();
+            self.unreported
                 .entry((owner, lock))
                 .or_default()
-                .extend(std::iter::repeat_n(older.lost, untold).flatten());
+                .extend(std::iter::repeat_n(older.lost, lost).flatten());
         }
-        self.possessions.push(Possession {
+        self.tenures.push(Tenure {
             owner,
             lock,
             holds: vec![],
@@ -210,34 +209,34 @@ impl Model {
             leases: vec![],
             lost: None,
         });
-        let begun = self.possessions.len() - 1;
+        let begun = self.tenures.len() - 1;
         self.latest.insert((owner, lock), begun);
         begun
     }
 
-    /// Gives a hold back.
-    pub fn give_back(&mut self, hold: Hold, ran: Span) -> Result<(), LostReason> {
-        let possession = &mut self.possessions[hold.possession];
-        possession.holds.retain(|(id, _)| *id != hold.id);
-        if let Some(reason) = possession.lost {
+    /// Releases a hold.
+    pub fn release(&mut self, hold: Hold, ran: Span) -> Result<(), LostReason> {
+        let tenure = &mut self.tenures[hold.tenure];
+        tenure.holds.retain(|(id, _)| *id != hold.id);
+        if let Some(reason) = tenure.lost {
             return Err(reason);
         }
-        let entry = (possession.owner, possession.lock);
-        let leave = possession.base + possession.holds.len() as u64;
+        let entry = (tenure.owner, tenure.lock);
+        let leave = tenure.base + tenure.holds.len() as u64;
         let Some(held) = self.locks[entry.1]
             .as_mut()
             .filter(|held| held.owner == entry.0)
         else {
-            possession.lost = Some(LostReason::Gone);
+            tenure.lost = Some(LostReason::Gone);
             return Err(LostReason::Gone);
         };
         if leave == 0 {
             self.locks[entry.1] = None;
         } else {
             held.count = leave;
-            // Of the holds that stay, whichever they are; nothing is ever shortened.
-            let least = possession.leases.iter().min().copied().unwrap_or(WATCHDOG);
-            let most = possession
+            // The release restores the lease of one of the remaining holds, and shortens none.
+            let least = tenure.leases.iter().min().copied().unwrap_or(WATCHDOG);
+            let most = tenure
                 .leases
                 .iter()
                 .max()
@@ -246,44 +245,46 @@ impl Model {
                 .max(WATCHDOG);
             held.expires = held.expires.max(ran.plus(least.min(WATCHDOG), most));
         }
-        if possession.holds.is_empty() {
+        if tenure.holds.is_empty() {
             self.latest.remove(&entry);
         }
         Ok(())
     }
 
-    /// Lets a hold live without its guard.
-    pub fn forget(&mut self, hold: Hold) {
-        let possession = &mut self.possessions[hold.possession];
-        let is_latest =
-            self.latest.get(&(possession.owner, possession.lock)) == Some(&hold.possession);
-        match possession.holds.iter().position(|(id, _)| *id == hold.id) {
-            Some(at) if is_latest => possession.holds[at].1 = false,
+    /// Detaches a hold from its guard.
+    pub fn detach(&mut self, hold: Hold) {
+        let tenure = &mut self.tenures[hold.tenure];
+        let is_latest = self.latest.get(&(tenure.owner, tenure.lock)) == Some(&hold.tenure);
+        match tenure.holds.iter().position(|(id, _)| *id == hold.id) {
+            Some(at) if is_latest => tenure.holds[at].1 = false,
             Some(at) => {
-                // It was lost when it was forgotten, and another possession has begun.
-                possession.holds.remove(at);
-                self.vague.insert((possession.owner, possession.lock));
+                // It was lost before it was detached, and another tenure has begun.
+                tenure.holds.remove(at);
+                self.uncertain.insert((tenure.owner, tenure.lock));
             }
             None => {}
         }
     }
 
-    /// Gives back a hold that no guard stands for; where there is none, tells of one that was lost.
+    /// Releases a detached hold; if there is none, reports a lost one.
     pub fn unlock(&mut self, owner: usize, lock: usize, ran: Span) -> Unlocked {
         let entry = (owner, lock);
-        let owes = self.owed.get(&entry).is_some_and(|owed| !owed.is_empty());
+        let has_unreported = self
+            .unreported
+            .get(&entry)
+            .is_some_and(|lost| !lost.is_empty());
         match self.unlock_latest(owner, lock, ran) {
             Unlocked::NotHeld | Unlocked::Lost(_) | Unlocked::NotHeldOrLost
-                if self.vague.contains(&entry) =>
+                if self.uncertain.contains(&entry) =>
             {
                 Unlocked::NotHeldOrLost
             }
-            Unlocked::NotHeld => match self.owed.get_mut(&entry).and_then(Vec::pop) {
+            Unlocked::NotHeld => match self.unreported.get_mut(&entry).and_then(Vec::pop) {
                 Some(reason) => Unlocked::Lost(reason),
                 None => Unlocked::NotHeld,
             },
-            Unlocked::NotHeldOrLost if owes => {
-                self.vague.insert(entry);
+            Unlocked::NotHeldOrLost if has_unreported => {
+                self.uncertain.insert(entry);
                 Unlocked::NotHeldOrLost
             }
             unlocked => unlocked,
@@ -294,22 +295,22 @@ impl Model {
         let Some(&latest) = self.latest.get(&(owner, lock)) else {
             return self.unlock_unrecorded(owner, lock, ran);
         };
-        let possession = &self.possessions[latest];
-        if let Some((id, _)) = possession.holds.iter().rev().find(|(_, guarded)| !guarded) {
+        let tenure = &self.tenures[latest];
+        if let Some((id, _)) = tenure.holds.iter().rev().find(|(_, guarded)| !guarded) {
             let hold = Hold {
-                possession: latest,
+                tenure: latest,
                 id: *id,
             };
             return self
-                .give_back(hold, ran)
+                .release(hold, ran)
                 .map_or_else(Unlocked::Lost, |()| Unlocked::Freed);
         }
         let mut entry = self
-            .possessions
+            .tenures
             .iter()
             .filter(|other| (other.owner, other.lock) == (owner, lock));
-        match possession.lost {
-            _ if possession.base > 0 => self.unlock_unrecorded(owner, lock, ran),
+        match tenure.lost {
+            _ if tenure.base > 0 => self.unlock_unrecorded(owner, lock, ran),
             Some(reason) if entry.any(|other| !other.holds.is_empty()) => Unlocked::Lost(reason),
             Some(_) => Unlocked::NotHeldOrLost,
             None => Unlocked::NotHeld,
@@ -321,13 +322,13 @@ impl Model {
             .latest
             .get(&(owner, lock))
             .copied()
-            .filter(|at| self.possessions[*at].is_live());
-        let recorded = live.map_or(0, |live| self.possessions[live].holds.len() as u64);
+            .filter(|at| self.tenures[*at].is_live());
+        let recorded = live.map_or(0, |live| self.tenures[live].holds.len() as u64);
         if !self.owners[owner].1 || self.count(owner, lock) <= recorded {
             return Unlocked::NotHeld;
         }
         if let Some(live) = live {
-            self.possessions[live].base -= 1;
+            self.tenures[live].base -= 1;
         }
         if let Some(held) = &mut self.locks[lock] {
             held.count -= 1;
@@ -339,34 +340,30 @@ impl Model {
         Unlocked::Freed
     }
 
-    /// Frees the lock whoever has it; the owners in that client hear of it.
+    /// Frees the lock for any owner. Owners of that client are notified of the loss.
     pub fn force_unlock(&mut self, client: usize, lock: usize) -> bool {
-        for possession in self
-            .possessions
-            .iter_mut()
-            .filter(|possession| possession.lock == lock)
-        {
-            if self.owners[possession.owner].0 == client && possession.is_live() {
-                possession.lost = Some(LostReason::ForceUnlocked);
+        for tenure in self.tenures.iter_mut().filter(|tenure| tenure.lock == lock) {
+            if self.owners[tenure.owner].0 == client && tenure.is_live() {
+                tenure.lost = Some(LostReason::ForceUnlocked);
             }
         }
         self.locks[lock].take().is_some()
     }
 
-    /// The server loses the key, and tells nobody.
-    pub fn vanish(&mut self, lock: usize) {
+    /// The server loses the key without a message.
+    pub fn lose_key(&mut self, lock: usize) {
         self.locks[lock] = None;
     }
 
-    /// The lease of a possession has run out by its client's own clock.
-    pub fn run_out(&mut self, hold: Hold) {
-        let possession = &mut self.possessions[hold.possession];
-        possession.lost = Some(LostReason::Expired);
-        self.locks[possession.lock] = None;
+    /// The lease of a tenure expires by the clock of its client.
+    pub fn expire(&mut self, hold: Hold) {
+        let tenure = &mut self.tenures[hold.tenure];
+        tenure.lost = Some(LostReason::Expired);
+        self.locks[tenure.lock] = None;
     }
 
-    /// Another process hands a hold over.
-    pub fn plant(&mut self, owner: usize, lock: usize, count: u64, lease: Duration, ran: Span) {
+    /// Another process hands holds over to this owner.
+    pub fn hand_over(&mut self, owner: usize, lock: usize, count: u64, lease: Duration, ran: Span) {
         self.locks[lock] = Some(Held {
             owner,
             count,
@@ -374,11 +371,11 @@ impl Model {
         });
     }
 
-    /// Who had to do with which lock.
+    /// The owners and locks of all tenures.
     pub fn entries(&self) -> HashSet<(usize, usize)> {
-        self.possessions
+        self.tenures
             .iter()
-            .map(|possession| (possession.owner, possession.lock))
+            .map(|tenure| (tenure.owner, tenure.lock))
             .collect()
     }
 }

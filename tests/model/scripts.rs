@@ -1,4 +1,4 @@
-//! The scripts by themselves against the model, each sent once or twice.
+//! The scripts alone against a model of their headers; each call is sent once or twice.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -22,10 +22,10 @@ const OWNERS: [&str; 3] = [
     "0b8d1a57-6f3e-4a61-8a59-6d2f0d3a7c20:52",
 ];
 
-/// How far clocks may be apart, and numbers rounded, ms.
+/// The allowed difference between clocks in ms, rounding included.
 const SLACK: i64 = 100;
 
-/// One call, or something that happens to the key.
+/// One call, or an expiry of the key.
 #[derive(Debug, Clone)]
 enum Step {
     Acquire {
@@ -34,7 +34,7 @@ enum Step {
         before: i64,
         target: i64,
     },
-    /// As a client does it that knows the count.
+    /// An acquire by a client that knows the count.
     Reenter {
         owner: usize,
         lease: i64,
@@ -44,7 +44,8 @@ enum Step {
         lease: i64,
         leave: i64,
     },
-    GiveBack {
+    /// A release of one hold by a client that knows the count.
+    ReleaseOne {
         owner: usize,
         lease: i64,
     },
@@ -59,15 +60,15 @@ enum Step {
     Expire,
 }
 
-/// A lock: its owner, the count, and between which two moments it expires (ms since the case
-/// began).
+/// A lock: its owner, the hold count, and the two moments between which it expires (ms since the
+/// case began).
 type State = Option<(usize, i64, (i64, i64))>;
 
-/// What a call answers, and how often it has to be published that the lock is free.
+/// The expected reply to a call.
 #[derive(Debug, PartialEq, Eq)]
 enum Answer {
     Is(i64, String),
-    /// Somebody else holds the lock, for that long.
+    /// Code 0 of an acquire: another owner holds the lock. The detail is a time to live.
     Held,
 }
 
@@ -75,7 +76,7 @@ fn is(code: i64, detail: impl ToString) -> Answer {
     Answer::Is(code, detail.to_string())
 }
 
-/// What a call does by its header.
+/// Applies a call to the state, as the script's header describes it.
 fn apply(state: &mut State, step: &Step, ran: (i64, i64)) -> Answer {
     let longer = |expires: (i64, i64), lease: i64| {
         (expires.0.max(ran.0 + lease), expires.1.max(ran.1 + lease))
@@ -135,12 +136,14 @@ fn apply(state: &mut State, step: &Step, ran: (i64, i64)) -> Answer {
         }
         (Step::Count { owner }, Some((other, count, _))) if owner == other => is(1, count),
         (Step::Count { .. }, _) => is(1, 0),
-        (Step::Reenter { .. } | Step::GiveBack { .. } | Step::Expire, _) => unreachable!("no call"),
+        (Step::Reenter { .. } | Step::ReleaseOne { .. } | Step::Expire, _) => {
+            unreachable!("not a call")
+        }
     }
 }
 
-/// A server, a connection that calls, and one that listens.
-struct Bench {
+/// A server, a connection for calls, and one that receives published messages.
+struct Fixture {
     caller: Connection,
     listener: Connection,
     _server: Server,
@@ -150,7 +153,7 @@ fn channel(name: &str) -> String {
     format!("redisson_lock__channel:{{{name}}}")
 }
 
-impl Bench {
+impl Fixture {
     fn new() -> Self {
         let server = Server::start();
         let mut listener = server.connection();
@@ -198,12 +201,14 @@ impl Bench {
             Step::Renew { owner, lease } => (RENEW, vec![OWNERS[*owner].to_owned(), number(lease)]),
             Step::ForceUnlock => (FORCE_UNLOCK, vec![String::new(), channel]),
             Step::Count { owner } => (COUNT, vec![OWNERS[*owner].to_owned()]),
-            Step::Reenter { .. } | Step::GiveBack { .. } | Step::Expire => unreachable!("no call"),
+            Step::Reenter { .. } | Step::ReleaseOne { .. } | Step::Expire => {
+                unreachable!("not a call")
+            }
         };
         let mut command = cmd("EVAL");
         command.arg(script).arg(1).arg(name).arg("ticket").arg(row);
         let (ticket, code, detail): (String, i64, Value) =
-            command.query(&mut self.caller).expect("an answer");
+            command.query(&mut self.caller).expect("a reply");
         assert_eq!(ticket, "ticket");
         (
             code,
@@ -211,27 +216,27 @@ impl Bench {
         )
     }
 
-    /// How often it was published since the last time that the lock is free.
-    fn heard(&mut self, name: &str) -> usize {
-        const END: &str = "that is all";
+    /// How many release messages were published for the lock.
+    fn releases_published(&mut self, name: &str) -> usize {
+        const END: &str = "end";
         cmd("PUBLISH")
             .arg(channel(name))
             .arg(END)
             .exec(&mut self.caller)
             .unwrap();
-        let mut heard = 0;
+        let mut count = 0;
         loop {
             let message: Vec<String> =
                 redis::from_redis_value(self.listener.recv_response().unwrap()).unwrap();
             match (message[2] == channel(name), message[3].as_str()) {
-                (true, END) => return heard,
-                // A case that has failed leaves its own unheard.
-                (mine, payload) => heard += usize::from(mine && payload == "0"),
+                (true, END) => return count,
+                // A failed case leaves its messages unread.
+                (mine, payload) => count += usize::from(mine && payload == "0"),
             }
         }
     }
 
-    fn follow(&mut self, steps: &[(Step, bool)]) -> TestCaseResult {
+    fn run_case(&mut self, steps: &[(Step, bool)]) -> TestCaseResult {
         let name = &unique("scripts");
         let begun = Instant::now();
         let now = || begun.elapsed().as_millis() as i64;
@@ -250,7 +255,7 @@ impl Bench {
                         .arg(1)
                         .exec(&mut self.caller)
                         .unwrap();
-                    wait_until("the key is gone", Duration::from_secs(10), || {
+                    wait_until("the key does not exist", Duration::from_secs(10), || {
                         !cmd("EXISTS")
                             .arg(name)
                             .query::<bool>(&mut self.caller)
@@ -269,7 +274,7 @@ impl Bench {
                         target,
                     }
                 }
-                Step::GiveBack { owner, lease } => Step::Release {
+                Step::ReleaseOne { owner, lease } => Step::Release {
                     owner: *owner,
                     lease: *lease,
                     leave: (count(owner) - 1).max(0),
@@ -294,32 +299,32 @@ impl Bench {
                     _ => prop_assert_eq!(&expected, &Answer::Is(code, detail), "{}", &context),
                 }
                 freed += usize::from(before.is_some() && state.is_none());
-                // The second time leaves what the first one left.
+                // The second run changes neither the owner nor the count.
                 if time == 1 {
                     let content = |state: State| state.map(|(owner, count, _)| (owner, count));
                     prop_assert_eq!(content(state), content(before), "{}", &context);
                 }
-                self.look(name, state, &now)
+                self.check_key(name, state, &now)
                     .map_err(|error| TestCaseError::fail(format!("{context}: {error}")))?;
             }
         }
-        let heard = self.heard(name);
+        let published = self.releases_published(name);
         prop_assert_eq!(
-            heard,
+            published,
             freed,
-            "it was told once each time that the lock is free"
+            "the release message is published once each time the lock becomes free"
         );
         cmd("DEL").arg(name).exec(&mut self.caller).unwrap();
         Ok(())
     }
 
-    /// What the key holds: one owner's field, and always an expiry.
-    fn look(&mut self, name: &str, state: State, now: &dyn Fn() -> i64) -> TestCaseResult {
+    /// Checks the key: one owner's field, and an expiry.
+    fn check_key(&mut self, name: &str, state: State, now: &dyn Fn() -> i64) -> TestCaseResult {
         let from = now();
         let mut pipe = redis::pipe();
         pipe.atomic().hgetall(name).pttl(name);
         let (fields, pttl): (Vec<(String, i64)>, i64) =
-            pipe.query(&mut self.caller).expect("an answer");
+            pipe.query(&mut self.caller).expect("a reply");
         match state {
             None => prop_assert_eq!((fields, pttl), (vec![], -2)),
             Some((owner, count, expires)) => {
@@ -338,7 +343,7 @@ impl Bench {
 fn step() -> impl Strategy<Value = Step> {
     let owner = || prop_oneof![3 => Just(0_usize), 1 => 1..OWNERS.len()];
     let lease = || prop_oneof![60_000..600_000_i64, Just(315_360_000_000_i64)];
-    // Lua's own numbers are exact to 2^53 only.
+    // Lua's numbers are exact to 2^53 only.
     let large = || {
         prop::sample::select(vec![
             (1_i64 << 53) - 1,
@@ -354,7 +359,7 @@ fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(owner, lease, before, target)| Step::Acquire { owner, lease, before, target: target.max(1) }),
         4 => (owner(), lease()).prop_map(|(owner, lease)| Step::Reenter { owner, lease }),
         4 => (owner(), lease(), count()).prop_map(|(owner, lease, leave)| Step::Release { owner, lease, leave }),
-        2 => (owner(), lease()).prop_map(|(owner, lease)| Step::GiveBack { owner, lease }),
+        2 => (owner(), lease()).prop_map(|(owner, lease)| Step::ReleaseOne { owner, lease }),
         2 => (owner(), lease()).prop_map(|(owner, lease)| Step::Renew { owner, lease }),
         1 => Just(Step::ForceUnlock),
         1 => owner().prop_map(|owner| Step::Count { owner }),
@@ -363,16 +368,16 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 #[test]
-fn every_script_does_what_its_header_says_however_often_it_is_sent() {
-    let bench = Mutex::new(Bench::new());
+fn script_sent_once_or_twice_matches_header() {
+    let fixture = Mutex::new(Fixture::new());
     check(
         300,
         prop::collection::vec((step(), any::<bool>()), 1..30),
         |steps| {
-            bench
+            fixture
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
-                .follow(&steps)
+                .run_case(&steps)
         },
     );
 }

@@ -1,4 +1,5 @@
-//! The real thing beside the model: makes each step on both, and compares what they say.
+//! One case: each step is made with the library and on the reference model, and the results are
+//! compared.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,26 +16,27 @@ use crate::{LOCKS, Lease, Op};
 
 pub type Outcome<T = ()> = Result<T, TestCaseError>;
 
-/// How long anything may take that comes by itself.
+/// The limit for events that need no further step.
 pub const LIMIT: Duration = Duration::from_secs(20);
 
-/// A lease that runs out within a case.
+/// A lease that expires within a case.
 const SHORT: Duration = Duration::from_millis(40);
 
-/// From when on such a lease counts as over, less a little.
-const SHORT_IS_OVER: Duration = Duration::from_millis(37);
+/// From this age on a client may report the short lease as expired: its margin is 2 ms, and 1 ms is
+/// for rounding.
+const SHORT_MAY_BE_LOST: Duration = Duration::from_millis(37);
 
-/// What all cases share.
-pub struct Bench {
+/// What all cases share: a server, two clients, and an independent connection.
+pub struct Fixture {
     observer: Mutex<Connection>,
     pub clients: [LockClient; 2],
     _server: Server,
 }
 
-impl Bench {
+impl Fixture {
     pub async fn new() -> Self {
         let server = Server::start();
-        // Nothing is looked after within a case: what a client learns, it learns by its own calls.
+        // No renewal and no reconnect within a case: a client learns of changes by its calls only.
         let builder = LockClient::builder()
             .watchdog_timeout(WATCHDOG)
             .command_timeout(LIMIT);
@@ -61,8 +63,8 @@ pub struct Guarded {
 }
 
 /// One case, with locks of its own.
-pub struct World<'a> {
-    pub bench: &'a Bench,
+pub struct Case<'a> {
+    pub fixture: &'a Fixture,
     pub names: Vec<String>,
     pub owners: Vec<Owner>,
     pub guards: Vec<Guarded>,
@@ -70,8 +72,8 @@ pub struct World<'a> {
     steps: usize,
 }
 
-impl<'a> World<'a> {
-    pub fn new(bench: &'a Bench) -> Self {
+impl<'a> Case<'a> {
+    pub fn new(fixture: &'a Fixture) -> Self {
         let mut owners = Vec::new();
         let mut known = Vec::new();
         for client in 0..2 {
@@ -84,7 +86,7 @@ impl<'a> World<'a> {
         }
         let names = (0..LOCKS).map(|_| unique("model")).collect();
         Self {
-            bench,
+            fixture,
             names,
             owners,
             guards: vec![],
@@ -94,114 +96,118 @@ impl<'a> World<'a> {
     }
 
     pub fn lock(&self, client: usize, lock: usize) -> ReentrantLock {
-        self.bench.clients[client].lock(&self.names[lock])
+        self.fixture.clients[client].lock(&self.names[lock])
     }
 
-    /// A lock in the hands of an owner's client.
-    pub fn lock_of(&self, who: usize, lock: usize) -> (ReentrantLock, Owner) {
-        (self.lock(self.model.owners[who].0, lock), self.owners[who])
+    /// A lock of the owner's client, and the owner.
+    pub fn lock_of(&self, at: usize, lock: usize) -> (ReentrantLock, Owner) {
+        (self.lock(self.model.owners[at].0, lock), self.owners[at])
     }
 
-    pub fn owner_field(&self, who: usize) -> String {
+    pub fn owner_field(&self, at: usize) -> String {
         format!(
             "{}:{}",
-            self.bench.clients[self.model.owners[who].0].client_id(),
-            self.owners[who]
+            self.fixture.clients[self.model.owners[at].0].client_id(),
+            self.owners[at]
         )
     }
 
-    /// Makes one step, and looks at everything that can be asked.
+    /// Makes one step, and checks the resulting state.
     pub async fn step(&mut self, op: &Op) -> Outcome {
         match *op {
             Op::TryLock {
-                who,
+                owner: at,
                 lock,
                 lease,
                 wait,
             } => {
-                self.try_lock(who % self.owners.len(), lock, lease, wait)
+                self.try_lock(at % self.owners.len(), lock, lease, wait)
                     .await
             }
-            Op::TryLockAsNobody { client, lock } => self.try_lock_as_nobody(client, lock).await,
+            Op::TryLockOutsideScope { client, lock } => {
+                self.try_lock_outside_scope(client, lock).await
+            }
             Op::Race { one, other, lock } => {
                 self.race(one % self.owners.len(), other % self.owners.len(), lock)
                     .await
             }
-            Op::Run { who, lock } => self.run(who % self.owners.len(), lock).await,
+            Op::Run { owner: at, lock } => self.run(at % self.owners.len(), lock).await,
             Op::UnlockGuard { guard } if !self.guards.is_empty() => {
                 self.unlock_guard(guard % self.guards.len()).await
             }
             Op::DropGuard { guard } if !self.guards.is_empty() => {
                 self.drop_guard(guard % self.guards.len()).await
             }
-            Op::Forget { guard } if !self.guards.is_empty() => {
+            Op::Detach { guard } if !self.guards.is_empty() => {
                 let Guarded { hold, guard } = self.guards.remove(guard % self.guards.len());
                 let _ = guard.detach();
-                self.model.forget(hold);
+                self.model.detach(hold);
                 Ok(())
             }
-            Op::UnlockGuard { .. } | Op::DropGuard { .. } | Op::Forget { .. } => Ok(()),
-            Op::Unlock { who, lock } => self.unlock(who % self.owners.len(), lock).await.map(drop),
+            Op::UnlockGuard { .. } | Op::DropGuard { .. } | Op::Detach { .. } => Ok(()),
+            Op::Unlock { owner: at, lock } => {
+                self.unlock(at % self.owners.len(), lock).await.map(drop)
+            }
             Op::ForceUnlock { client, lock } => {
                 let freed = self.lock(client, lock).force_unlock().await;
                 prop_assert_eq!(freed, Ok(self.model.force_unlock(client, lock)));
                 Ok(())
             }
-            Op::Vanish { lock, expire } => self.vanish(lock, expire),
-            Op::Plant {
+            Op::LoseKey { lock, expire } => self.lose_key(lock, expire),
+            Op::HandOver {
                 client,
                 lock,
                 count,
-            } => self.plant(3 * client + 2, lock, count.into()),
+            } => self.hand_over(3 * client + 2, lock, count.into()),
         }?;
         for lock in 0..LOCKS {
-            self.look(lock)?;
+            self.check_server(lock)?;
         }
         self.steps += 1;
-        // In turns, as every question takes its time.
-        self.ask(
+        // One lock, client and owner for each step, since every call takes time.
+        self.check_answers(
             self.steps % LOCKS,
             self.steps / 2 % 2,
             self.steps / 4 % self.owners.len(),
         )
         .await?;
-        self.look_at_guards()
+        self.check_guards()
     }
 
-    /// Gives back everything, and finds the locks free.
+    /// Releases all holds, and checks that the locks are free.
     pub async fn end(mut self) -> Outcome {
         while !self.guards.is_empty() {
             self.unlock_guard(0).await?;
         }
         let public = (0..LOCKS).flat_map(|lock| [(2, lock), (5, lock)]);
         let entries: BTreeSet<_> = self.model.entries().into_iter().chain(public).collect();
-        for (who, lock) in entries {
-            // Until there is nothing to give back, and nothing to tell.
+        for (at, lock) in entries {
+            // Until there is no hold to release and no loss to report.
             while !matches!(
-                self.unlock(who, lock).await?,
+                self.unlock(at, lock).await?,
                 Unlocked::NotHeld | Unlocked::NotHeldOrLost
             ) {}
         }
         for lock in 0..LOCKS {
-            prop_assert_eq!(&self.model.locks[lock], &None, "the model forgets nothing");
-            self.look(lock)?;
+            prop_assert_eq!(&self.model.locks[lock], &None, "the model's lock is held");
+            self.check_server(lock)?;
         }
         Ok(())
     }
 
-    async fn try_lock(&mut self, who: usize, lock: usize, lease: Lease, wait: bool) -> Outcome {
+    async fn try_lock(&mut self, at: usize, lock: usize, lease: Lease, wait: bool) -> Outcome {
         let free = self.model.locks[lock].is_none();
         let lease = match lease {
             Lease::Watchdog => None,
             Lease::HalfAnHour => Some(WATCHDOG / 2),
             Lease::TwoHours => Some(2 * WATCHDOG),
-            Lease::Short if free => return self.short(who, lock).await,
-            // Over a longer one a short lease changes nothing; unless that was handed over, of
-            // which the client knows no end.
-            Lease::Short if self.model.is_untouched(who, lock) => None,
+            Lease::Short if free => return self.short(at, lock).await,
+            // A short lease after a longer one changes nothing, unless the longer one was handed
+            // over: the client does not know when that one ends.
+            Lease::Short if self.model.is_untouched(at, lock) => None,
             Lease::Short => Some(SHORT),
         };
-        let (real, owner) = self.lock_of(who, lock);
+        let (real, owner) = self.lock_of(at, lock);
         let from = Instant::now();
         let answer = if wait {
             let request = real.lock().timeout(Duration::ZERO);
@@ -212,7 +218,7 @@ impl<'a> World<'a> {
             };
             match request.with_owner(owner).await {
                 Err(error @ Error::AcquireTimeout { .. }) => {
-                    self.assert_contended(error, self.model.owners[who].0, lock, from)?;
+                    self.assert_contended(error, self.model.owners[at].0, lock, from)?;
                     Ok(None)
                 }
                 answer => answer.map(Some),
@@ -230,20 +236,20 @@ impl<'a> World<'a> {
             from,
             to: Instant::now(),
         };
-        let hold = self.model.acquire(who, lock, lease, ran);
-        self.take(who, answer, hold)
+        let hold = self.model.acquire(at, lock, lease, ran);
+        self.take(at, answer, hold)
     }
 
-    /// Compares an answer with what the model says, and keeps the guard.
+    /// Compares the result of an acquisition with the model's, and keeps the guard.
     fn take(
         &mut self,
-        who: usize,
+        at: usize,
         answer: Result<Option<LockGuard>, Error>,
         hold: Option<Hold>,
     ) -> Outcome {
         match (answer, hold) {
             (Ok(Some(guard)), Some(hold)) => {
-                prop_assert_eq!(guard.owner(), self.owners[who]);
+                prop_assert_eq!(guard.owner(), self.owners[at]);
                 self.guards.push(Guarded { hold, guard });
             }
             (Ok(None), None) => {}
@@ -260,7 +266,7 @@ impl<'a> World<'a> {
             ..
         } = error
         else {
-            unreachable!("it was looked at")
+            unreachable!("the caller has checked the variant")
         };
         prop_assert_eq!(&name, &self.names[lock]);
         let read = Span {
@@ -277,9 +283,9 @@ impl<'a> World<'a> {
         }
     }
 
-    /// A lease that runs out, without anybody's hand.
-    async fn short(&mut self, who: usize, lock: usize) -> Outcome {
-        let (real, owner) = self.lock_of(who, lock);
+    /// Acquires a free lock with a lease that expires at once.
+    async fn short(&mut self, at: usize, lock: usize) -> Outcome {
+        let (real, owner) = self.lock_of(at, lock);
         let from = Instant::now();
         let answer = real.try_lock().lease(SHORT).with_owner(owner).await;
         let ran = Span {
@@ -288,31 +294,31 @@ impl<'a> World<'a> {
         };
         let hold = self
             .model
-            .acquire(who, lock, Some(SHORT), ran)
+            .acquire(at, lock, Some(SHORT), ran)
             .expect("it is free");
         match answer {
             Ok(Some(guard)) => self.guards.push(Guarded { hold, guard }),
             Err(Error::Lost {
                 reason: LostReason::Expired,
                 ..
-            }) if from.elapsed() >= SHORT_IS_OVER => {
+            }) if from.elapsed() >= SHORT_MAY_BE_LOST => {
                 let Span { from, to } = ran;
-                self.model.run_out(hold);
-                let _lost = self.model.give_back(hold, Span { from, to });
+                self.model.expire(hold);
+                let _lost = self.model.release(hold, Span { from, to });
             }
             answer => prop_assert!(false, "{answer:?}"),
         }
-        self.wait_for(lock, "the short lease is over", |count| count.is_none());
+        self.wait_for(lock, "the short lease has expired", |count| count.is_none());
         prop_assert!(
             from.elapsed() + Duration::from_millis(3) >= SHORT,
-            "over after {:?}",
+            "expired after {:?}",
             from.elapsed()
         );
-        self.model.run_out(hold);
+        self.model.expire(hold);
         Ok(())
     }
 
-    async fn try_lock_as_nobody(&mut self, client: usize, lock: usize) -> Outcome {
+    async fn try_lock_outside_scope(&mut self, client: usize, lock: usize) -> Outcome {
         let from = Instant::now();
         let answer = self.lock(client, lock).try_lock().await;
         let ran = Span {
@@ -320,9 +326,9 @@ impl<'a> World<'a> {
             to: Instant::now(),
         };
         self.model.owners.push((client, false));
-        let who = self.model.owners.len() - 1;
-        // No scope has it, so what it forgets and loses need not be remembered.
-        self.model.vague.insert((who, lock));
+        let at = self.model.owners.len() - 1;
+        // No scope has this owner, so the client need not remember its lost detached holds.
+        self.model.uncertain.insert((at, lock));
         self.owners.push(
             answer
                 .as_ref()
@@ -333,23 +339,23 @@ impl<'a> World<'a> {
         prop_assert!(
             self.owners
                 .iter()
-                .filter(|owner| **owner == self.owners[who])
+                .filter(|owner| **owner == self.owners[at])
                 .count()
                 == 1,
-            "a fresh owner"
+            "the owner is not new"
         );
-        let hold = self.model.acquire(who, lock, None, ran);
-        self.take(who, answer, hold)
+        let hold = self.model.acquire(at, lock, None, ran);
+        self.take(at, answer, hold)
     }
 
-    /// Two at once: whoever comes first, both answers fit into one order.
+    /// Two acquisitions at the same time: the results fit one of the two orders.
     async fn race(&mut self, one: usize, other: usize, lock: usize) -> Outcome {
-        let ((first, owner), (second, rival)) =
+        let ((first, owner), (second, second_owner)) =
             (self.lock_of(one, lock), self.lock_of(other, lock));
         let from = Instant::now();
         let requests = (
             first.try_lock().with_owner(owner),
-            second.try_lock().with_owner(rival),
+            second.try_lock().with_owner(second_owner),
         );
         let (first, second) = futures::join!(requests.0, requests.1);
         let ran = Span {
@@ -360,17 +366,17 @@ impl<'a> World<'a> {
         if matches!(answers[1].1, Ok(Some(_))) {
             answers.reverse();
         }
-        for (who, answer) in answers {
-            let hold = self.model.acquire(who, lock, None, ran);
-            self.take(who, answer, hold)?;
+        for (at, answer) in answers {
+            let hold = self.model.acquire(at, lock, None, ran);
+            self.take(at, answer, hold)?;
         }
         Ok(())
     }
 
-    /// The front door, with a nested one.
-    async fn run(&mut self, who: usize, lock: usize) -> Outcome {
-        let (real, owner) = self.lock_of(who, lock);
-        let before = self.model.count(who, lock);
+    /// `run` inside `run`.
+    async fn run(&mut self, at: usize, lock: usize) -> Outcome {
+        let (real, owner) = self.lock_of(at, lock);
+        let before = self.model.count(at, lock);
         let at_once = || real.lock().timeout(Duration::ZERO);
         let nested = at_once().run(async { real.hold_count_of(owner).await });
         let from = Instant::now();
@@ -379,19 +385,19 @@ impl<'a> World<'a> {
             from,
             to: Instant::now(),
         };
-        let Some(hold) = self.model.acquire(who, lock, None, ran) else {
+        let Some(hold) = self.model.acquire(at, lock, None, ran) else {
             let error = answer.err();
             prop_assert!(
                 matches!(error, Some(Error::AcquireTimeout { .. })),
                 "{error:?}"
             );
-            let client = self.model.owners[who].0;
+            let client = self.model.owners[at].0;
             return error.map_or(Ok(()), |error| {
                 self.assert_contended(error, client, lock, from)
             });
         };
         prop_assert_eq!(answer, Ok(Ok(Ok(before + 2))));
-        prop_assert_eq!(self.model.give_back(hold, ran), Ok(()));
+        prop_assert_eq!(self.model.release(hold, ran), Ok(()));
         Ok(())
     }
 
@@ -399,7 +405,7 @@ impl<'a> World<'a> {
         let Guarded { hold, guard } = self.guards.remove(at);
         let from = Instant::now();
         let answer = guard.unlock().await;
-        let expected = self.model.give_back(
+        let expected = self.model.release(
             hold,
             Span {
                 from,
@@ -427,16 +433,16 @@ impl<'a> World<'a> {
 
     async fn drop_guard(&mut self, at: usize) -> Outcome {
         let hold = self.guards[at].hold;
-        let (guarded, forgotten) = self.model.siblings(hold);
+        let (guarded, detached) = self.model.siblings(hold);
         let stale = self.model.is_stale(hold);
-        if stale && guarded.is_empty() && forgotten > 0 {
-            // Nothing tells when the background has found out.
+        if stale && guarded.is_empty() && detached > 0 {
+            // No answer shows when the background has noticed the loss.
             return self.unlock_guard(at).await;
         }
         let from = Instant::now();
         drop(self.guards.remove(at).guard);
         let locks = self.model.locks.clone();
-        let _lost = self.model.give_back(hold, Span { from, to: from });
+        let _lost = self.model.release(hold, Span { from, to: from });
         if let Some(sibling) = guarded.first().filter(|_| stale) {
             let sibling = &self
                 .guards
@@ -444,19 +450,19 @@ impl<'a> World<'a> {
                 .find(|other| other.hold == *sibling)
                 .expect("its guard")
                 .guard;
-            wait_until_async("the loss is known", LIMIT, || async { sibling.is_lost() }).await;
+            wait_until_async("the guard is lost", LIMIT, || async { sibling.is_lost() }).await;
         }
         for (lock, before) in locks.into_iter().enumerate() {
             if let Some(before) = before {
-                self.settled(lock, before).await;
+                self.wait_for_release(lock, before).await;
             }
         }
         Ok(())
     }
 
-    /// Waits until the server has what the model says; and until then the release may set an
-    /// expiry.
-    async fn settled(&mut self, lock: usize, before: Held) {
+    /// Waits until a release in the background has changed the hold count. The release may set the
+    /// expiry at any time until then.
+    async fn wait_for_release(&mut self, lock: usize, before: Held) {
         let expected = self.model.locks[lock].as_ref().map(|held| held.count);
         if expected == Some(before.count) {
             return;
@@ -470,19 +476,19 @@ impl<'a> World<'a> {
         }
     }
 
-    async fn unlock(&mut self, who: usize, lock: usize) -> Outcome<Unlocked> {
-        let (real, owner) = self.lock_of(who, lock);
+    async fn unlock(&mut self, at: usize, lock: usize) -> Outcome<Unlocked> {
+        let (real, owner) = self.lock_of(at, lock);
         let from = Instant::now();
         let answer = real.unlock().with_owner(owner).await;
         let expected = self.model.unlock(
-            who,
+            at,
             lock,
             Span {
                 from,
                 to: Instant::now(),
             },
         );
-        let more = match expected {
+        let expected_loss = match expected {
             Unlocked::Freed => Ok(()),
             Unlocked::Lost(reason) => Err(Some(reason)),
             Unlocked::NotHeld | Unlocked::NotHeldOrLost => Err(None),
@@ -491,7 +497,9 @@ impl<'a> World<'a> {
             Ok(()) => prop_assert_eq!(expected, Unlocked::Freed),
             Err(Error::Lost { .. } | Error::NotHeld { .. })
                 if expected == Unlocked::NotHeldOrLost => {}
-            Err(Error::Lost { reason, .. }) => prop_assert_eq!(more, Err(Some(*reason))),
+            Err(Error::Lost { reason, .. }) => {
+                prop_assert_eq!(expected_loss, Err(Some(*reason)));
+            }
             Err(Error::NotHeld { lock: name, .. }) => {
                 prop_assert_eq!(expected, Unlocked::NotHeld);
                 prop_assert_eq!(name, &self.names[lock]);
@@ -501,7 +509,7 @@ impl<'a> World<'a> {
         Ok(expected)
     }
 
-    fn vanish(&mut self, lock: usize, expire: bool) -> Outcome {
+    fn lose_key(&mut self, lock: usize, expire: bool) -> Outcome {
         let name = &self.names[lock];
         let mut command = if expire { cmd("PEXPIRE") } else { cmd("DEL") };
         command.arg(name);
@@ -509,27 +517,27 @@ impl<'a> World<'a> {
             command.arg(1);
         }
         command
-            .exec(&mut *self.bench.observer())
-            .expect("an answer");
-        self.wait_for(lock, "the key is gone", |count| count.is_none());
-        self.model.vanish(lock);
+            .exec(&mut *self.fixture.observer())
+            .expect("a reply");
+        self.wait_for(lock, "the key does not exist", |count| count.is_none());
+        self.model.lose_key(lock);
         Ok(())
     }
 
-    /// Another process hands holds over to an owner that has not been here.
-    fn plant(&mut self, who: usize, lock: usize, count: u64) -> Outcome {
-        if self.model.locks[lock].is_some() || !self.model.is_untouched(who, lock) {
+    /// Another process hands holds over to an owner that has never held the lock.
+    fn hand_over(&mut self, at: usize, lock: usize, count: u64) -> Outcome {
+        if self.model.locks[lock].is_some() || !self.model.is_untouched(at, lock) {
             return Ok(());
         }
         let lease = WATCHDOG / 4;
         let from = Instant::now();
         let mut pipe = redis::pipe();
         pipe.atomic()
-            .hset(&self.names[lock], self.owner_field(who), count);
+            .hset(&self.names[lock], self.owner_field(at), count);
         pipe.pexpire(&self.names[lock], lease.as_millis() as i64);
-        pipe.exec(&mut *self.bench.observer()).expect("an answer");
-        self.model.plant(
-            who,
+        pipe.exec(&mut *self.fixture.observer()).expect("a reply");
+        self.model.hand_over(
+            at,
             lock,
             count,
             lease,
