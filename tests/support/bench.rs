@@ -1,6 +1,6 @@
-//! One lock, and what a test does to it and asks of its guards.
+//! A test bench: a server, a client with one lock, and the operations of tests on that lock.
 
-// Every test binary includes this module and uses a part of it.
+// Each test binary includes this module and uses a part of it.
 #![allow(dead_code)]
 
 use std::collections::HashMap;
@@ -13,17 +13,17 @@ use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LostReason,
 use super::observe;
 use super::server::{Server, unique, wait_until};
 
-/// How long anything may take that needs no lease to run out; far below the leases that the tests
-/// leave alone.
+/// The limit for events that do not wait for a lease to expire; far below the leases that tests do
+/// not set.
 pub const LIMIT: Duration = Duration::from_secs(10);
 
-/// The lease of locks that are to be renewed, or to run out, while a test looks on.
+/// The lease of locks that are renewed, or expire, during a test.
 pub const BRIEF: Duration = Duration::from_millis(900);
 
-/// The owner for whom [`Bench::steal`] takes the lock.
+/// The owner to which [`Bench::steal`] gives the lock.
 pub const THIEF: &str = "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:52";
 
-/// A server, a client with one lock, and an independent connection that sees what is there.
+/// A server, a client with one lock, and an independent connection that observes the server.
 pub struct Bench {
     pub server: Server,
     pub client: LockClient,
@@ -41,8 +41,8 @@ impl Bench {
         Self::on(Server::start(), builder).await
     }
 
-    /// On the server named by `REDIS_URL`, if there is one: for tests that do not mind what others
-    /// do there.
+    /// Uses the server named by `REDIS_URL`, if it is set. For tests that other programs on the
+    /// server do not disturb.
     pub async fn shared(builder: LockClientBuilder) -> Self {
         Self::on(Server::shared_or_start(), builder).await
     }
@@ -63,7 +63,7 @@ impl Bench {
         observe::owner_counts(&mut self.observer, &self.name)
     }
 
-    /// The hold count of whoever holds the lock, 0 if nobody does.
+    /// The hold count of the lock's owner, 0 if the lock is free.
     pub fn count(&mut self) -> i64 {
         let fields = self.fields();
         assert!(fields.len() < 2, "two owners: {fields:?}");
@@ -74,7 +74,7 @@ impl Bench {
         observe::pttl(&mut self.observer, &self.name)
     }
 
-    /// Whether somebody waits for the lock, with a subscription.
+    /// Whether a waiter has subscribed to the lock's release channel.
     pub fn is_waited_for(&mut self) -> bool {
         observe::subscribers(&mut self.observer, &self.name) > 0
     }
@@ -87,7 +87,7 @@ impl Bench {
         cmd("DEL").arg(&self.name).exec(&mut self.observer).unwrap();
     }
 
-    /// Takes the lock away for another owner.
+    /// Deletes the lock and gives it to another owner, [`THIEF`].
     pub fn steal(&mut self) {
         self.delete();
         cmd("HSET")
@@ -129,5 +129,5 @@ pub fn assert_not_held(answer: Result<(), Error>) {
 pub async fn why_lost(guard: &LockGuard) -> LostReason {
     tokio::time::timeout(LIMIT, guard.lost())
         .await
-        .expect("the loss is told")
+        .expect("the loss is reported")
 }

@@ -1,5 +1,5 @@
-//! Real Redisson for the tests: a Java process (`tests/interop/redisson-peer`) that holds any
-//! number of Redisson clients, each with named threads, and takes one JSON command per line.
+//! Real Redisson for the tests: a Java process (`tests/interop/redisson-peer`) with any number of
+//! Redisson clients, each with named threads. It reads one JSON command per line.
 //!
 //! ```ignore
 //! let peer = match Peer::start("4.7.0").await {
@@ -11,7 +11,7 @@
 //! thread.lock("order:42").await?;
 //! ```
 
-// Every test binary includes this module and uses a part of it.
+// Each test binary includes this module and uses a part of it.
 #![allow(dead_code)]
 
 use std::{
@@ -39,19 +39,19 @@ pub const VERSIONS: [&str; 6] = ["4.7.0", "3.52.0", "3.45.1", "3.27.2", "3.17.7"
 /// The version that needs a JDK of at most 11.
 const OLD_JDK_VERSION: &str = "3.8.1";
 
-/// How long a call may take unless [`PeerThread::within`] says otherwise.
+/// The limit of a call, unless [`PeerThread::within`] sets another.
 const CALL_LIMIT: Duration = Duration::from_secs(30);
 
-/// How many of the peer's last lines on stderr an error shows.
+/// How many of the last lines of the peer's stderr an error shows.
 const LOG_LINES: usize = 40;
 
-/// How often the clocks are compared at the start; the quickest answer wins.
+/// How often the clocks are compared at the start. The probe with the shortest round trip counts.
 const CLOCK_PROBES: usize = 10;
 
 /// The exit code of the scripts in `tests/interop` when a tool is missing.
 const EXIT_SKIPPED: i32 = 3;
 
-/// The peer cannot be had on this machine, as Java or Maven is missing; says what to install.
+/// The peer cannot run, since Java or Maven is missing. The text states what to install.
 #[derive(Clone, Debug)]
 pub struct Skip(pub String);
 
@@ -65,7 +65,7 @@ impl fmt::Display for Skip {
 #[derive(Clone, Debug)]
 pub struct PeerError {
     /// The simple name of the Java exception's class, such as `IllegalMonitorStateException`;
-    /// `BadCommand` for a wrong command; or of this side: [`PeerError::TIMEOUT`],
+    /// `BadCommand` for a wrong command; or a class of this side: [`PeerError::TIMEOUT`],
     /// [`PeerError::GONE`], [`PeerError::BAD_REPLY`].
     pub class: String,
     /// The exception's message.
@@ -73,11 +73,11 @@ pub struct PeerError {
 }
 
 impl PeerError {
-    /// The class of a call without an answer in time. The Java thread may still be at it.
+    /// The class of a call without a reply in time. The Java thread may still execute it.
     pub const TIMEOUT: &str = "PeerTimeout";
-    /// The class of a call that the peer's process did not live to answer.
+    /// The class of a call to which the peer did not reply before its process ended.
     pub const GONE: &str = "PeerGone";
-    /// The class of an answer of another type than the call's.
+    /// The class of a reply whose type does not fit the call.
     pub const BAD_REPLY: &str = "PeerBadReply";
 
     fn new(class: &str, message: String) -> Self {
@@ -96,7 +96,7 @@ impl fmt::Display for PeerError {
 
 impl Error for PeerError {}
 
-/// How a Redisson client is set up. What is not set has Redisson's own default.
+/// The settings of a Redisson client. Those that are not set have Redisson's own defaults.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
     fields: Map<String, Value>,
@@ -104,20 +104,20 @@ pub struct Options {
 }
 
 impl Options {
-    /// Connects to a Cluster; the client's URL may then be several, with commas between them.
+    /// Connects to a cluster. The client's URL may then be a list, separated by commas.
     pub fn cluster(mut self) -> Self {
         self.fields.insert("mode".to_owned(), "cluster".into());
         self
     }
 
-    /// The lease of a lock taken without one; it is renewed every third of this.
+    /// The lease of a lock that is acquired without one; a third of it is the renewal interval.
     pub fn watchdog(mut self, timeout: Duration) -> Self {
         self.fields
             .insert("watchdogMs".to_owned(), millis(timeout).into());
         self
     }
 
-    /// How long a command may wait for its reply.
+    /// The reply timeout of a command.
     pub fn timeout(self, timeout: Duration) -> Self {
         self.set("timeout", millis(timeout))
     }
@@ -127,28 +127,28 @@ impl Options {
         self.set("retryAttempts", attempts)
     }
 
-    /// How many channels one connection may carry (5 by default).
+    /// The number of subscriptions per connection (5 by default).
     pub fn subscriptions_per_connection(self, channels: u32) -> Self {
         self.set("subscriptionsPerConnection", channels)
     }
 
-    /// How many connections may carry channels (50 by default).
+    /// The number of connections for subscriptions (50 by default).
     pub fn subscription_connections(self, connections: u32) -> Self {
         self.set("subscriptionConnectionPoolSize", connections)
     }
 
-    /// How long a subscribe may take. Not in 3.17.7 and 3.8.1, where it is an error.
+    /// The timeout of a subscription. 3.17.7 and 3.8.1 do not have it: an error.
     pub fn subscription_timeout(self, timeout: Duration) -> Self {
         self.set("subscriptionTimeout", millis(timeout))
     }
 
-    /// `AUTO`, `ON` or `OFF`. Only for a Cluster, and an error up to 3.27.2, which decides itself.
+    /// `AUTO`, `ON` or `OFF`. For clusters only. Versions up to 3.27.2 do not have it: an error.
     pub fn sharded_subscription_mode(self, mode: &str) -> Self {
         self.set("shardedSubscriptionMode", mode)
     }
 
-    /// Any setting by Redisson's name for it, of the server's configuration or the common one.
-    /// A number, bool, text or enum; an error where this Redisson does not have it.
+    /// Any setting, by Redisson's name, of the server's configuration or the common one: a number,
+    /// bool, text or enum. An error if this version of Redisson does not have it.
     pub fn set(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.settings.insert(name.to_owned(), value.into());
         self
@@ -164,11 +164,11 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// Builds the peer for this Redisson version where that was not done yet, and starts it.
+    /// Builds the peer for this Redisson version if necessary, and starts it.
     ///
     /// # Panics
     ///
-    /// When the build fails, or the process does not answer: only missing tools are a [`Skip`].
+    /// If the build fails or the process does not reply. Only missing tools are a [`Skip`].
     pub async fn start(version: &str) -> Result<Self, Skip> {
         let wanted = version.to_owned();
         let mut command = task::spawn_blocking(move || java(&wanted))
@@ -186,7 +186,7 @@ impl Peer {
             child.stdout.take().expect("stdout is piped"),
             child.stderr.take().expect("stderr is piped"),
         );
-        // From here on a panic drops the peer, which ends the process.
+        // From here on, a panic drops the peer, which kills the process.
         let peer = Self {
             version: version.to_owned(),
             child: Mutex::new(child),
@@ -196,7 +196,7 @@ impl Peer {
         let running = running.unwrap_or_else(|error| panic!("the peer does not start: {error}"));
         assert_eq!(
             running.value, version,
-            "the peer runs another Redisson than asked for"
+            "the peer runs another version of Redisson"
         );
         Clock::compare(&peer.wire).await;
         Ok(peer)
@@ -207,12 +207,13 @@ impl Peer {
         &self.version
     }
 
-    /// The process, for signals such as SIGSTOP.
+    /// The process id, for signals such as SIGSTOP.
     pub fn pid(&self) -> u32 {
         lock(&self.child).id()
     }
 
-    /// Opens a Redisson client. Its name is the peer's own; Redisson's is [`PeerClient::id`].
+    /// Opens a Redisson client. The name identifies it in the peer; Redisson's own id is
+    /// [`PeerClient::id`].
     pub async fn client(
         &self,
         name: &str,
@@ -231,11 +232,11 @@ impl Peer {
         })
     }
 
-    /// Kills the process with SIGKILL and waits for its end. Calls under way fail with
-    /// [`PeerError::GONE`]; what its threads hold is renewed no more.
+    /// Kills the process with SIGKILL and waits for its end. Pending calls fail with
+    /// [`PeerError::GONE`]. The locks that its threads hold are not renewed any more.
     pub fn kill(&self) {
         let mut child = lock(&self.child);
-        // An error means that it has ended already.
+        // An error means that the process has ended already.
         let _ = child.kill();
         let _ = child.wait();
     }
@@ -250,14 +251,15 @@ impl Drop for Peer {
 /// One Redisson client (one UUID, one set of connections) in a [`Peer`].
 #[derive(Clone, Debug)]
 pub struct PeerClient {
-    /// Redisson's id of this client: the first half of `OWNER`.
+    /// Redisson's id of this client: the part CLIENT of `CLIENT:THREAD`.
     pub id: String,
     name: String,
     wire: Arc<Wire>,
 }
 
 impl PeerClient {
-    /// A Java thread of this client, made at its first command. The same name is the same thread.
+    /// A Java thread of this client; its first command creates it. The same name gives the same
+    /// thread.
     pub fn thread(&self, name: &str) -> PeerThread {
         PeerThread {
             name: name.to_owned(),
@@ -266,7 +268,7 @@ impl PeerClient {
         }
     }
 
-    /// Shuts the client down. Waiting calls of its threads are interrupted; nothing is unlocked.
+    /// Shuts the client down. Pending calls of its threads are interrupted; no lock is released.
     pub async fn close(&self) -> Result<(), PeerError> {
         let mut fields = Map::new();
         fields.insert("client".to_owned(), self.name.clone().into());
@@ -275,10 +277,10 @@ impl PeerClient {
     }
 }
 
-/// A real Java thread, which is what owns a Redisson lock.
+/// A real Java thread: an owner of Redisson locks.
 ///
-/// Its calls run one after the other, in the order in which their futures are first polled; calls
-/// on different threads run at the same time. Dropping a call's future does not stop Java.
+/// Its calls run one after the other, in the order of the first polls of their futures; calls of
+/// different threads run concurrently. Dropping a call's future does not stop the call in Java.
 #[derive(Clone, Debug)]
 pub struct PeerThread {
     name: String,
@@ -295,21 +297,21 @@ impl PeerThread {
         }
     }
 
-    /// `RLock.lock()`: waits for ever, renewed by the watchdog.
+    /// `RLock.lock()`: waits without limit; the watchdog renews the lease.
     pub async fn lock(&self, name: &str) -> Result<(), PeerError> {
         self.call("lock", json!({ "name": name })).await?;
         Ok(())
     }
 
-    /// `RLock.lock(lease)`: waits for ever, not renewed.
+    /// `RLock.lock(lease)`: waits without limit; the lease is not renewed.
     pub async fn lock_with_lease(&self, name: &str, lease: Duration) -> Result<(), PeerError> {
         let fields = json!({ "name": name, "leaseMs": millis(lease) });
         self.call("lock", fields).await?;
         Ok(())
     }
 
-    /// `RLock.tryLock(wait)`, or `RLock.tryLock(wait, lease)`, which is not renewed. The limit for
-    /// the call counts from the end of the wait.
+    /// `RLock.tryLock(wait)`, or `RLock.tryLock(wait, lease)`, whose lease is not renewed. The limit
+    /// of the call is added to `wait`.
     pub async fn try_lock(
         &self,
         name: &str,
@@ -323,19 +325,19 @@ impl PeerThread {
             .typed(Value::as_bool)
     }
 
-    /// `RLock.unlock()`: an `IllegalMonitorStateException` where this thread is not the owner,
-    /// though 3.8.1 takes the unlock of a free lock as done.
+    /// `RLock.unlock()`: an `IllegalMonitorStateException` if this thread is not the owner. In 3.8.1
+    /// unlocking a free lock succeeds.
     pub async fn unlock(&self, name: &str) -> Result<(), PeerError> {
         self.call("unlock", json!({ "name": name })).await?;
         Ok(())
     }
 
-    /// `RLock.forceUnlock()`: whether it was locked.
+    /// `RLock.forceUnlock()`: whether the lock was held.
     pub async fn force_unlock(&self, name: &str) -> Result<bool, PeerError> {
         self.ask("forceUnlock", name).await?.typed(Value::as_bool)
     }
 
-    /// `RLock.isLocked()`: whether anyone holds it.
+    /// `RLock.isLocked()`: whether the lock is held.
     pub async fn is_locked(&self, name: &str) -> Result<bool, PeerError> {
         self.ask("isLocked", name).await?.typed(Value::as_bool)
     }
@@ -347,8 +349,8 @@ impl PeerThread {
             .typed(Value::as_bool)
     }
 
-    /// `RLock.isHeldByThread(id)`: whether that thread id holds it through this client. 3.8.1 has
-    /// no such method; there the peer looks at the lock's field itself.
+    /// `RLock.isHeldByThread(id)`: whether that thread of this client holds the lock. 3.8.1 does not
+    /// have the method; there the peer reads the lock's field.
     pub async fn is_held_by(&self, name: &str, thread_id: i64) -> Result<bool, PeerError> {
         let fields = json!({ "name": name, "threadId": thread_id });
         self.call("isHeldByThread", fields)
@@ -356,45 +358,46 @@ impl PeerThread {
             .typed(Value::as_bool)
     }
 
-    /// `RLock.getHoldCount()`: how often this thread holds it.
+    /// `RLock.getHoldCount()`: the hold count of this thread.
     pub async fn hold_count(&self, name: &str) -> Result<i64, PeerError> {
         self.ask("getHoldCount", name).await?.typed(Value::as_i64)
     }
 
-    /// `RLock.remainTimeToLive()` in milliseconds: -2 where it is free, -1 without an expiry.
+    /// `RLock.remainTimeToLive()` in ms: -2 if the lock is free, -1 without an expiry.
     pub async fn remaining_ttl(&self, name: &str) -> Result<i64, PeerError> {
         self.ask("remainTimeToLive", name)
             .await?
             .typed(Value::as_i64)
     }
 
-    /// Does n times: lock, GET the counter, SET it to one more, unlock. The counter is decimal
-    /// text, and only the lock makes this correct. Returns the last value that was written.
+    /// Increments a counter n times: lock, GET, SET, unlock. The counter is decimal text; without
+    /// mutual exclusion increments are lost. Returns the value written last.
     pub async fn increment(&self, name: &str, counter: &str, n: u64) -> Result<i64, PeerError> {
         let fields = json!({ "name": name, "key": counter, "n": n });
         self.call("increment", fields).await?.typed(Value::as_i64)
     }
 
-    /// Interrupts the call that this thread is in. A `tryLock` then fails with an
-    /// `InterruptedException`; a `lock` goes on waiting, except in 3.8.1, where it returns without
-    /// the lock and without an error. False, without effect, where the thread is in no call.
+    /// Interrupts the thread's current call. A `tryLock` then fails with an `InterruptedException`.
+    /// A `lock` continues to wait, except in 3.8.1, where it returns without the lock and without an
+    /// error. Returns false, without effect, if the thread has no current call.
     pub async fn interrupt(&self) -> Result<bool, PeerError> {
         self.call("interrupt", json!({}))
             .await?
             .typed(Value::as_bool)
     }
 
-    /// The thread's id in Java: the second half of `OWNER`. Answered while the thread waits, too.
+    /// The thread's id in Java: the part THREAD of `CLIENT:THREAD`. Available while the thread
+    /// waits, too.
     pub async fn thread_id(&self) -> Result<i64, PeerError> {
         self.call("threadId", json!({})).await?.typed(Value::as_i64)
     }
 
-    /// `OWNER`, the field that this thread has in a lock's hash.
+    /// The field `CLIENT:THREAD` of this thread in the hash of a lock.
     pub async fn owner(&self) -> Result<String, PeerError> {
         Ok(format!("{}:{}", self.client.id, self.thread_id().await?))
     }
 
-    /// Any command of the protocol, with the moment at which Java came back from it.
+    /// Any command of the protocol, with the moment at which Java completed it.
     pub async fn call(&self, op: &str, fields: Value) -> Result<Reply, PeerError> {
         let Value::Object(mut fields) = fields else {
             panic!("the fields of a command are an object")
@@ -409,13 +412,13 @@ impl PeerThread {
     }
 }
 
-/// What a command came back with.
+/// The reply to a command.
 #[derive(Clone, Debug)]
 pub struct Reply {
     /// The result.
     pub value: Value,
-    /// When Java came back from the call: before the reply travelled, and exact to a fraction of
-    /// a millisecond.
+    /// When Java completed the call, before it sent the reply; exact to a fraction of a
+    /// millisecond.
     pub at: Instant,
 }
 
@@ -427,7 +430,7 @@ impl Reply {
     }
 }
 
-/// One moment on both clocks. They run alike: both are the machine's monotonic clock.
+/// One moment on both clocks. Both are the machine's monotonic clock, so they run at one speed.
 #[derive(Debug)]
 struct Clock {
     here: Instant,
@@ -435,19 +438,19 @@ struct Clock {
 }
 
 impl Clock {
-    /// Java's reading was taken somewhere between a probe's start and its end: the middle is off
-    /// by half of the quickest probe at most.
+    /// Java reads its clock between the start and the end of a probe. The middle of the shortest
+    /// probe is taken, so the error is at most half its length.
     async fn compare(wire: &Wire) {
-        let mut quickest = Duration::MAX;
+        let mut shortest = Duration::MAX;
         for _ in 0..CLOCK_PROBES {
             let sent = Instant::now();
             let reply = wire.call("clock", Map::new(), CALL_LIMIT).await;
             let took = sent.elapsed();
             let there = reply
                 .and_then(|reply| reply.typed(Value::as_i64))
-                .unwrap_or_else(|error| panic!("the peer does not answer: {error}"));
-            if took < quickest {
-                quickest = took;
+                .unwrap_or_else(|error| panic!("the peer does not reply: {error}"));
+            if took < shortest {
+                shortest = took;
                 *lock(&wire.clock) = Self {
                     here: sent + took / 2,
                     there,
@@ -468,16 +471,16 @@ impl Clock {
 
 type Answer = oneshot::Sender<Result<Reply, PeerError>>;
 
-/// The lines to and from the process. Replies come in any order and find their call by its id.
+/// The pipes to and from the process. Replies arrive in any order; an id assigns each to its call.
 #[derive(Debug)]
 struct Wire {
     version: String,
     stdin: Mutex<ChildStdin>,
-    /// None once the process is gone.
+    /// The pending calls; `None` after the end of the process.
     waiting: Mutex<Option<HashMap<u64, Answer>>>,
     next_id: AtomicU64,
     clock: Mutex<Clock>,
-    /// The last lines on stderr.
+    /// The last lines of stderr.
     log: Mutex<VecDeque<String>>,
 }
 
@@ -493,21 +496,21 @@ impl Wire {
             stdin: Mutex::new(stdin),
             waiting: Mutex::new(Some(HashMap::new())),
             next_id: AtomicU64::new(1),
-            // Compared right after the start.
+            // `Clock::compare` sets it right after the start.
             clock: Mutex::new(Clock {
                 here: Instant::now(),
                 there: 0,
             }),
             log: Mutex::new(VecDeque::new()),
         });
-        // Threads and not tasks: a reply must be read while a test blocks its runtime's thread,
-        // and neither pipe may fill up. Both end with the process.
+        // Threads rather than tasks: replies must be read while a test blocks its runtime's thread,
+        // and neither pipe may fill up. Both threads end with the process.
         let noting = Arc::clone(&wire);
         let log = thread::spawn(move || noting.read_log(stderr));
         let reading = Arc::clone(&wire);
         thread::spawn(move || {
             reading.read_replies(stdout);
-            // The calls that fail now show the last words of the process.
+            // The log is complete now, so that the errors of pending calls show its last lines.
             let _ = log.join();
             *lock(&reading.waiting) = None;
         });
@@ -531,7 +534,7 @@ impl Wire {
             Some(waiting) => waiting.insert(id, answer),
             None => return Err(self.gone(&command)),
         };
-        // A failed write means that the process is ending: its end closes the channel, below.
+        // A failed write means that the process is ending. Its end closes the channel of the call.
         let _ = lock(&self.stdin).write_all(line.as_bytes());
 
         match time::timeout(limit, reply).await {
@@ -557,10 +560,10 @@ impl Wire {
                 .as_u64()
                 .and_then(|id| lock(&self.waiting).as_mut()?.remove(&id));
             match answer {
-                // Nobody may be waiting any more: that is the caller's choice.
+                // An error means that the caller has dropped its future.
                 Some(answer) => drop(answer.send(self.parse(&reply))),
-                // The reply to a call that timed out; or a fault of the peer, worth seeing.
-                None => self.note(format!("not waited for: {line}")),
+                // A reply to a call that timed out, or a defect of the peer.
+                None => self.note(format!("unexpected reply: {line}")),
             }
         }
     }
@@ -608,7 +611,7 @@ impl Wire {
     }
 }
 
-/// The command that runs the peer, built first where needed.
+/// The command that runs the peer. Builds the peer if necessary.
 fn java(version: &str) -> Result<Command, Skip> {
     let jar = script("build-peer", &[version])?;
     let home = if version == OLD_JDK_VERSION {
@@ -617,7 +620,7 @@ fn java(version: &str) -> Result<Command, Skip> {
         env::var("JAVA_HOME").ok()
     };
     let mut command = Command::new(home.map_or("java".into(), |home| format!("{home}/bin/java")));
-    // For a short life next to others: a quick start and few threads.
+    // For a short run beside other processes: a fast start and few threads.
     command.args([
         "-XX:+UseSerialGC",
         "-XX:TieredStopAtLevel=1",
@@ -658,7 +661,7 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).expect("a duration of this many milliseconds")
 }
 
-/// A failed test must not turn every later call into a second panic.
+/// Locks a mutex, poisoned or not: a failed test must not make every later call panic.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! What the tests share: real servers, and the peers that use them.
+//! Shared by the tests: real servers, and the processes and proxies that use them.
 
 pub mod bench;
 pub mod java;

@@ -1,6 +1,6 @@
-//! What an independent connection sees of a lock and of its server, and what a guard's owner hears.
+//! Observation of a lock and its server by an independent connection, and of guards by their losses.
 
-// Every test binary includes this module and uses a part of it.
+// Each test binary includes this module and uses a part of it.
 #![allow(dead_code)]
 
 use std::collections::HashMap;
@@ -16,12 +16,12 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
-/// Who holds the lock: owner fields and hold counts.
+/// The owner fields of the lock with their hold counts.
 pub fn owner_counts(redis: &mut Connection, lock: &str) -> HashMap<String, i64> {
     cmd("HGETALL").arg(lock).query(redis).unwrap()
 }
 
-/// The field of this owner.
+/// The field of an owner in the hash of a lock.
 pub fn owner_field(client: &LockClient, owner: Owner) -> String {
     format!("{}:{owner}", client.client_id())
 }
@@ -30,12 +30,12 @@ pub fn exists(redis: &mut Connection, lock: &str) -> bool {
     cmd("EXISTS").arg(lock).query(redis).unwrap()
 }
 
-/// As Redis tells it: -2 without a key, -1 without an expiry.
+/// The reply to `PTTL`, in ms: -2 without a key, -1 without an expiry.
 pub fn pttl(redis: &mut Connection, lock: &str) -> i64 {
     cmd("PTTL").arg(lock).query(redis).unwrap()
 }
 
-/// How many channels are subscribed.
+/// The number of channels with a subscription.
 pub fn channels(redis: &mut Connection) -> usize {
     cmd("PUBSUB")
         .arg("CHANNELS")
@@ -44,7 +44,7 @@ pub fn channels(redis: &mut Connection) -> usize {
         .len()
 }
 
-/// How many connections listen for the lock.
+/// The number of connections that have subscribed to the lock's release channel.
 pub fn subscribers(redis: &mut Connection, lock: &str) -> usize {
     let channel = format!("redisson_lock__channel:{{{lock}}}");
     cmd("PUBSUB")
@@ -55,7 +55,7 @@ pub fn subscribers(redis: &mut Connection, lock: &str) -> usize {
         .1
 }
 
-/// Connections to the server, the one that asks among them.
+/// The number of connections to the server, including this one.
 pub fn connections(redis: &mut Connection) -> usize {
     cmd("CLIENT")
         .arg("LIST")
@@ -65,7 +65,7 @@ pub fn connections(redis: &mut Connection) -> usize {
         .count()
 }
 
-/// A number from `INFO`: the field of the line that begins so. 0 where it is not told.
+/// A number from `INFO`: the field with this name in the line with this prefix; 0 if it is missing.
 pub fn info(redis: &mut Connection, section: &str, prefix: &str, field: &str) -> u64 {
     let info: String = cmd("INFO").arg(section).query(redis).unwrap();
     let line = info
@@ -79,17 +79,17 @@ pub fn info(redis: &mut Connection, section: &str, prefix: &str, field: &str) ->
     number.trim().parse().unwrap()
 }
 
-/// How many scripts have been run.
+/// The number of scripts that the server has run by their SHA-1.
 pub fn scripts(redis: &mut Connection) -> u64 {
     info(redis, "commandstats", "cmdstat_evalsha:", "calls=")
 }
 
-/// How many keys have been removed by their expiry.
+/// The number of keys that have expired.
 pub fn expired(redis: &mut Connection) -> u64 {
     info(redis, "stats", "expired_keys:", "")
 }
 
-/// The SHA-1 by which a script is called.
+/// The SHA-1 of a script.
 pub fn sha1_of(script: &str) -> &'static str {
     let mut lines = include_str!("../../lua/v1/CHECKSUMS").lines();
     let line = lines.find(|line| line.ends_with(&format!("  {script}.lua")));
@@ -97,31 +97,35 @@ pub fn sha1_of(script: &str) -> &'static str {
         .unwrap_or_else(|| panic!("no script {script}"))
 }
 
-/// Notes when and how the lock is lost. On a thread of its own, which a busy runtime does not hold
-/// up.
+/// Records when and why the lock is lost. Runs on a thread of its own, so that a busy runtime does
+/// not delay it.
 pub fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
     let lost = guard.lost();
-    let (tell, told) = oneshot::channel();
+    let (report, reported) = oneshot::channel();
     let runtime = Builder::new_current_thread().enable_time().build().unwrap();
     std::thread::spawn(move || {
         let reason = runtime.block_on(lost);
-        // Who asked may have gone away.
-        let _ = tell.send((Instant::now(), reason));
+        // The test may have dropped the receiver.
+        let _ = report.send((Instant::now(), reason));
     });
-    told
+    reported
 }
 
-/// Begins a future, and leaves it where it stands. For tests on one thread, where no answer can
-/// come within the one poll.
+/// Polls a future once, and returns it pending. For tests on one thread, where no reply arrives
+/// during the poll.
 #[track_caller]
 pub fn park<F: IntoFuture<Output: Debug>>(future: F) -> Pin<Box<F::IntoFuture>> {
     let mut parked = Box::pin(future.into_future());
-    let told = (&mut parked).now_or_never();
-    assert!(told.is_none(), "it had nothing to wait for: {told:?}");
+    let output = (&mut parked).now_or_never();
+    assert!(
+        output.is_none(),
+        "the future completed at its first poll: {output:?}"
+    );
     parked
 }
 
-/// Polls the waiters until one of them sleeps, listening for the lock; then it leaves them alone.
+/// Polls the waiters until one of them has subscribed to the lock's release channel. Does not poll
+/// them after that.
 pub async fn poll_to_sleep<W: Future + Unpin>(
     redis: &mut Connection,
     lock: &str,
@@ -131,7 +135,7 @@ pub async fn poll_to_sleep<W: Future + Unpin>(
     while subscribers(redis, lock) == 0 {
         assert!(
             begun.elapsed() < Duration::from_secs(10),
-            "nobody ever slept"
+            "no waiter has subscribed"
         );
         for waiter in &mut *waiters {
             assert!(poll!(waiter).is_pending());
@@ -140,7 +144,7 @@ pub async fn poll_to_sleep<W: Future + Unpin>(
     }
 }
 
-/// Waits for the lock, and notes when it got it.
+/// Spawns a task that waits for the lock and returns when the lock was granted, with the guard.
 pub fn rival(client: &LockClient, lock: &str) -> JoinHandle<(Instant, LockGuard)> {
     let lock = client.lock(lock);
     tokio::spawn(async move {
@@ -149,7 +153,7 @@ pub fn rival(client: &LockClient, lock: &str) -> JoinHandle<(Instant, LockGuard)
     })
 }
 
-/// How many holds the owner of the surrounding scope has, by the server's record; 0 outside a scope.
+/// The hold count of the surrounding scope's owner on the server; 0 outside any scope.
 pub async fn hold_count(lock: &ReentrantLock) -> Result<u64, Error> {
     match Owner::current() {
         Some(owner) => lock.hold_count_of(owner).await,
@@ -157,7 +161,7 @@ pub async fn hold_count(lock: &ReentrantLock) -> Result<u64, Error> {
     }
 }
 
-/// How long the server keeps the lock.
+/// The time to live of the lock; `None` if it is free.
 pub async fn ttl(lock: &ReentrantLock) -> Result<Option<Duration>, Error> {
     let info = lock.inspect().await?;
     Ok(info.map(|info| info.ttl.unwrap_or(Duration::MAX)))

@@ -1,6 +1,6 @@
-//! Other processes: the running test binary, started again for the work of one function.
+//! Worker processes: the test binary, started again to run one of its tests.
 //!
-//! A test file that wants them has one more test, which does nothing in an ordinary run:
+//! A test file that starts workers has a test for them, which does nothing in an ordinary run:
 //!
 //! ```ignore
 //! #[tokio::test]
@@ -10,7 +10,7 @@
 //! }
 //! ```
 
-// Every test binary includes this module and uses a part of it.
+// Each test binary includes this module and uses a part of it.
 #![allow(dead_code)]
 
 use std::io::Read;
@@ -29,7 +29,7 @@ const SETTING: &str = "TEST_WORKER_";
 pub struct Worker(Child);
 
 impl Worker {
-    /// Starts a worker that runs this test, and finds these settings by [`setting`].
+    /// Starts a worker that runs this test with these settings, which [`setting`] returns.
     pub fn start(test: &str, role: &str, settings: &[(&str, &str)]) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("this binary"));
         command
@@ -38,7 +38,7 @@ impl Worker {
         for (name, value) in settings {
             command.env(format!("{SETTING}{name}"), value);
         }
-        // Its input is a pipe that breaks when this process ends in any way: see `role`.
+        // The pipe closes when this process ends for any reason: see `role`.
         Self(
             command
                 .stdin(Stdio::piped())
@@ -48,33 +48,33 @@ impl Worker {
         )
     }
 
-    /// Makes it stand still. When this returns it does.
+    /// Stops the process with SIGSTOP, and waits until it has stopped.
     pub fn pause(&self) {
         kill(self.pid(), Signal::SIGSTOP).expect("SIGSTOP");
         let status = waitpid(self.pid(), Some(WaitPidFlag::WUNTRACED));
         assert!(
             matches!(status, Ok(WaitStatus::Stopped(..))),
-            "the worker ended when it was to pause: {status:?}"
+            "the worker ended instead of stopping: {status:?}"
         );
     }
 
-    /// Lets it go on.
+    /// Continues a stopped process.
     pub fn resume(&self) {
         kill(self.pid(), Signal::SIGCONT).expect("SIGCONT");
     }
 
-    /// Kills it with SIGKILL, and waits for its end.
+    /// Kills the process with SIGKILL, and waits for its end.
     pub fn kill(mut self) {
         self.0.kill().expect("SIGKILL");
         self.0.wait().expect("the worker's end");
     }
 
-    /// How it ended, if it has.
+    /// The exit status; `None` while the process runs.
     pub fn status(&mut self) -> Option<ExitStatus> {
         self.0.try_wait().expect("the worker's state")
     }
 
-    /// Waits for its end by itself.
+    /// Waits until the process has ended without being killed.
     #[track_caller]
     pub fn ended(&mut self, limit: Duration) -> ExitStatus {
         let deadline = Instant::now() + limit;
@@ -90,7 +90,7 @@ impl Worker {
         }
     }
 
-    /// Its process id.
+    /// The process id.
     pub fn pid(&self) -> Pid {
         Pid::from_raw(self.0.id().try_into().expect("a process id"))
     }
@@ -98,14 +98,14 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        // An error means that it has ended already.
+        // An error means that the process has ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// What this process is to do, if it is a worker. From then on it ends as soon as the process that
-/// started it does.
+/// The role of this process; `None` if it is not a worker. From this call on, a worker ends when the
+/// process that started it ends.
 pub fn role() -> Option<String> {
     let role = std::env::var(ROLE).ok()?;
     std::thread::spawn(|| {
@@ -115,7 +115,7 @@ pub fn role() -> Option<String> {
     Some(role)
 }
 
-/// A setting that this worker was started with.
+/// A setting with which this worker was started.
 #[track_caller]
 pub fn setting(name: &str) -> String {
     std::env::var(format!("{SETTING}{name}")).unwrap_or_else(|_| panic!("no setting {name}"))

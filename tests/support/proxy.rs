@@ -1,6 +1,6 @@
-//! A proxy between a client and a server that fails the way networks do, when a test says so.
+//! A proxy between a client and a server. Tests use it to inject faults of a network.
 
-// Every test binary includes this module and uses a part of it.
+// Each test binary includes this module and uses a part of it.
 #![allow(dead_code)]
 
 use std::collections::VecDeque;
@@ -16,22 +16,22 @@ use tokio::task::{JoinHandle, JoinSet};
 
 use super::server::Server;
 
-/// A way to a server. Dropping it closes every connection that goes through it.
+/// A proxy for one server. Dropping it closes all its connections.
 pub struct Proxy {
     port: u16,
     shared: Arc<Shared>,
     accepting: JoinHandle<()>,
 }
 
-/// How bytes travel in one direction, on all connections, those to come included.
+/// How the proxy passes bytes on in one direction, on all present and future connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flow {
+    /// At once.
     Pass,
-    /// Later by this much, read by read.
+    /// Each chunk that was read is delayed by this time.
     Delay(Duration),
-    /// Not at all, until another flow is set. Then all that was held arrives, also what was sent on
-    /// a connection that its client has closed since: TCP sends such bytes again when the network
-    /// is back.
+    /// Not before another flow is set. Then all held bytes are delivered, also those of connections
+    /// that the client has closed since: TCP retransmits such bytes when the network works again.
     Hold,
 }
 
@@ -43,20 +43,20 @@ pub enum Way {
     Both,
 }
 
-/// What becomes of a reply.
+/// A fault for a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It is lost, and the connection goes on: every later reply takes the place of the one before
-    /// it.
+    /// The reply is lost and the connection stays open: the client takes each later reply for the
+    /// reply to the call before.
     Swallow,
-    /// It is lost, with its connection.
+    /// The reply is lost, and the connection is closed.
     Close,
-    /// So many of its bytes arrive, at most all; then the connection is closed.
+    /// The first bytes of the reply arrive, at most this number; then the connection is closed.
     CloseAt(usize),
 }
 
 impl Proxy {
-    /// A way to that server, which may be restarted behind it.
+    /// Starts a proxy for the server. The server may be restarted while the proxy runs.
     pub async fn start(server: &Server) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0")
             .await
@@ -87,7 +87,7 @@ impl Proxy {
         format!("redis://127.0.0.1:{}", self.port)
     }
 
-    /// Sets how bytes travel from now on.
+    /// Sets how bytes are passed on from now on.
     pub fn set(&self, way: Way, flow: Flow) {
         if way != Way::Replies {
             self.shared.requests.send_replace(flow);
@@ -97,50 +97,49 @@ impl Proxy {
         }
     }
 
-    /// Holds the requests on the connections that are open now; new connections are not affected.
-    /// So it is when a path fails and another takes over, while TCP waits longer and longer before
-    /// it sends again on the old one.
+    /// Holds the requests on the connections that are open now. New connections are not affected.
+    /// This happens in a network when one path fails and another replaces it, while TCP waits with
+    /// growing pauses before it retransmits on the old connections.
     pub fn stall(&self) {
         self.shared
             .stalled
             .send_replace(self.shared.opened.load(Ordering::Acquire));
     }
 
-    /// Delivers what was stalled, also what was sent on a connection that its client has closed
-    /// since.
+    /// Delivers the stalled requests, also those of connections that the client has closed since.
     pub fn deliver(&self) {
         self.shared.stalled.send_replace(0);
     }
 
-    /// Lets this happen to the reply of the next request that contains every one of the parts. The
-    /// request itself reaches the server.
+    /// Applies a fault to the reply to the next request that contains all the parts. The request
+    /// itself reaches the server.
     pub fn next_reply_to(&self, parts: &[&str], fate: Fate) {
         let parts = parts.iter().map(|part| part.as_bytes().to_vec()).collect();
         self.shared.rules.lock().unwrap().push(Rule { parts, fate });
     }
 
-    /// Lets nothing more happen to replies that were to meet a fate and have not yet.
+    /// Removes all faults that have not been applied yet.
     pub fn no_more_fates(&self) {
         self.shared.rules.lock().unwrap().clear();
     }
 
-    /// How many replies have met their fate.
+    /// The number of replies to which a fault was applied.
     pub fn applied(&self) -> usize {
         self.shared.applied.load(Ordering::Acquire)
     }
 
-    /// How often anything has been done to anybody here: bytes held or delayed, a request whose
-    /// reply is to meet a fate, a connection closed.
+    /// The number of interventions: bytes held or delayed, a request whose reply gets a fault, a
+    /// connection closed.
     pub fn touched(&self) -> usize {
         self.shared.touched.load(Ordering::Acquire)
     }
 
-    /// How many replies said that the server is busy with a script or has no memory.
+    /// The number of replies that report that the server is busy with a script or out of memory.
     pub fn refused(&self) -> usize {
         self.shared.refused.load(Ordering::Acquire)
     }
 
-    /// Closes every connection, with what it held.
+    /// Closes all connections. Held bytes are lost.
     pub fn close_now(&self) {
         let mut connections = self.shared.connections.lock().unwrap();
         while connections.try_join_next().is_some() {}
@@ -162,9 +161,9 @@ struct Shared {
     server: u16,
     requests: watch::Sender<Flow>,
     replies: watch::Sender<Flow>,
-    /// Requests are held on the connections with a lower number.
+    /// Requests are held on connections with a lower number.
     stalled: watch::Sender<usize>,
-    /// How many connections there have been.
+    /// The number of connections so far.
     opened: AtomicUsize,
     rules: Mutex<Vec<Rule>>,
     applied: AtomicUsize,
@@ -183,7 +182,8 @@ impl Shared {
         self.touched.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// The fate of this request's reply, if a rule waits for such a request. Each rule serves once.
+    /// The fault for the reply to this request, if a rule matches the request. Each rule applies
+    /// once.
     fn fate_of(&self, request: &[u8]) -> Option<Fate> {
         let contains = |part: &Vec<u8>| request.windows(part.len()).any(|window| window == part);
         let mut rules = self.rules.lock().unwrap();
@@ -195,7 +195,7 @@ impl Shared {
     }
 }
 
-/// What is to become of the replies that are still to come on a connection, in their order.
+/// The faults for the pending replies of a connection, in their order.
 type Expected = Mutex<VecDeque<Option<Fate>>>;
 
 async fn accept(listener: TcpListener, shared: Arc<Shared>) {
@@ -208,9 +208,9 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
     }
 }
 
-/// Carries one connection until the server or a rule ends it.
+/// Passes the bytes of one connection on until the server or a rule closes it.
 async fn carry(shared: Arc<Shared>, client: TcpStream, number: usize) {
-    // A server that is down looks like one that hangs up.
+    // If the server does not run, the client's connection is closed.
     let Ok(server) = TcpStream::connect(("127.0.0.1", shared.server)).await else {
         return;
     };
@@ -222,7 +222,7 @@ async fn carry(shared: Arc<Shared>, client: TcpStream, number: usize) {
     let expected = Expected::default();
     let requests = async {
         carry_requests(&shared, number, &expected, from_client, to_server).await;
-        // The client has hung up; the server will, when it has read everything.
+        // The client has closed the connection. The server closes it after it has read everything.
         std::future::pending::<()>().await;
     };
     tokio::select! {
@@ -281,11 +281,11 @@ async fn carry_replies(
         while let Some(length) = frame_length(&buffer[at..]) {
             let frame = &buffer[at..at + length];
             at += length;
-            let says = |word: &[u8]| frame.windows(word.len()).any(|part| part == word);
-            if frame.starts_with(b"-BUSY ") || says(b"OOM command not allowed") {
+            let contains = |word: &[u8]| frame.windows(word.len()).any(|part| part == word);
+            if frame.starts_with(b"-BUSY ") || contains(b"OOM command not allowed") {
                 shared.refused.fetch_add(1, Ordering::AcqRel);
             }
-            // A push message is nobody's reply.
+            // A push message is not a reply.
             let fate = if frame[0] == b'>' {
                 None
             } else {
@@ -313,7 +313,7 @@ async fn carry_replies(
     }
 }
 
-/// Waits until bytes may go on.
+/// Waits until the flow lets bytes pass.
 async fn gate(shared: &Shared, flow: &mut watch::Receiver<Flow>) {
     loop {
         let now = *flow.borrow_and_update();
@@ -332,8 +332,8 @@ async fn gate(shared: &Shared, flow: &mut watch::Receiver<Flow>) {
     }
 }
 
-/// The length of the RESP value (<https://redis.io/docs/latest/develop/reference/protocol-spec/>)
-/// at the beginning, if all of it is there.
+/// The length of the RESP value at the beginning of the data, if it is complete
+/// (<https://redis.io/docs/latest/develop/reference/protocol-spec/>).
 fn frame_length(data: &[u8]) -> Option<usize> {
     let line = data.windows(2).position(|pair| pair == b"\r\n")?;
     let head = line + 2;

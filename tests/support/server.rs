@@ -1,7 +1,7 @@
-//! Real servers for the tests: `redis-server` processes that a test starts, stops, kills,
-//! restarts and pauses as it likes.
+//! Real servers for the tests: `redis-server` processes that a test can stop, kill, restart and
+//! pause.
 
-// Every test binary includes this module and uses a part of it.
+// Each test binary includes this module and uses a part of it.
 #![allow(dead_code)]
 
 use std::{
@@ -28,17 +28,16 @@ use nix::{
 };
 use tempfile::TempDir;
 
-/// How long a server may take to answer after its start.
+/// The limit for a server's first reply after its start.
 const START_LIMIT: Duration = Duration::from_secs(10);
 
-/// How long a server may take to stop by itself before it is killed.
+/// The time after which a server that does not stop is killed.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
-/// How long an observer's connection waits for a reply, so that a paused server fails a test
-/// instead of hanging it.
+/// The reply timeout of observing connections. With a paused server a test fails instead of hanging.
 const REPLY_LIMIT: Duration = Duration::from_secs(10);
 
-/// How often conditions are looked at.
+/// The pause between two checks of a condition.
 const POLL: Duration = Duration::from_millis(5);
 
 /// A server for tests. Dropping it kills the process and removes its data.
@@ -46,11 +45,11 @@ const POLL: Duration = Duration::from_millis(5);
 pub struct Server {
     url: String,
     port: u16,
-    /// None for the server named by `REDIS_URL`, of which the tests own nothing.
+    /// `None` for the server named by `REDIS_URL`, which the tests do not control.
     own: Option<Own>,
 }
 
-/// What a private server has.
+/// The process and the data of a private server.
 #[derive(Debug)]
 struct Own {
     dir: TempDir,
@@ -58,7 +57,7 @@ struct Own {
     running: Option<Running>,
 }
 
-/// How to start a server; see [`Server::builder`].
+/// The settings of a private server; see [`Server::builder`].
 #[derive(Debug, Default)]
 pub struct Builder {
     args: Vec<String>,
@@ -66,28 +65,28 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Adds a setting, as in `.arg("--maxmemory", "10mb")`. It wins over the usual ones.
+    /// Adds a setting, as in `.arg("--maxmemory", "10mb")`. It overrides the defaults.
     pub fn arg(mut self, name: &str, value: &str) -> Self {
         self.args.extend([name.to_owned(), value.to_owned()]);
         self
     }
 
-    /// Makes the data survive [`Server::restart`] and [`Server::kill`]: each write is on disk
-    /// before it is answered.
+    /// Keeps the data over [`Server::restart`] and [`Server::kill`]: each write is on disk before
+    /// the server replies.
     pub fn persistent(self) -> Self {
         self.arg("--appendonly", "yes")
             .arg("--appendfsync", "always")
     }
 
-    /// Makes clients log in with this password. It becomes a part of the URL as it is, so it
-    /// should consist of letters and digits.
+    /// Requires this password. It becomes a part of the URL without encoding, so it should consist
+    /// of letters and digits.
     pub fn password(mut self, password: &str) -> Self {
         self.password = Some(password.to_owned());
         self.arg("--requirepass", password)
     }
 
-    /// Adds a user with these rights, as in `ACL SETUSER`, who is there with them after a restart,
-    /// too.
+    /// Adds a user with these rights, in the syntax of `ACL SETUSER`. The user exists after a
+    /// restart, too.
     pub fn user(mut self, name: &str, rights: &[&str]) -> Self {
         self.args.extend(
             ["--user", name]
@@ -98,7 +97,7 @@ impl Builder {
         self
     }
 
-    /// Starts the server and waits until it answers.
+    /// Starts the server and waits until it replies.
     pub fn start(self) -> Server {
         let login = self.password.map(|p| format!(":{p}@")).unwrap_or_default();
         let deadline = Instant::now() + START_LIMIT;
@@ -116,25 +115,25 @@ impl Builder {
             match server.launch(deadline) {
                 Ok(()) => return server,
                 Err(Failure::PortTaken) if Instant::now() < deadline => {}
-                Err(failure) => server.give_up("start", failure),
+                Err(failure) => server.panic_with_log("start", failure),
             }
         }
     }
 }
 
-/// Why a server did not come up.
+/// Why a server did not start.
 #[derive(Debug)]
 enum Failure {
-    /// Another process had the port.
+    /// Another process used the port.
     PortTaken,
-    /// The process ended by itself.
+    /// The process ended.
     Ended,
-    /// The process did not answer in time.
-    Silent,
+    /// The process did not reply in time.
+    NoReply,
 }
 
 impl Server {
-    /// Starts a private server that keeps nothing on disk.
+    /// Starts a private server without persistence.
     pub fn start() -> Self {
         Self::builder().start()
     }
@@ -144,10 +143,10 @@ impl Server {
         Builder::default()
     }
 
-    /// The server named by `REDIS_URL`, or a private one where it is not set.
+    /// The server named by `REDIS_URL`, or a private one if it is not set.
     ///
-    /// For tests that only use names of their own (see [`unique`]) and disturb nobody: on a server
-    /// named by `REDIS_URL` all that acts on the process panics.
+    /// For tests that use names of their own only (see [`unique`]) and do not affect other clients.
+    /// On a server named by `REDIS_URL`, each method that acts on the process panics.
     pub fn shared_or_start() -> Self {
         let Some(url) = std::env::var("REDIS_URL")
             .ok()
@@ -173,14 +172,14 @@ impl Server {
         self.port
     }
 
-    /// A new connection of an independent client, to observe what the library under test did.
+    /// A new connection of an independent client, to observe the effects of the library.
     #[track_caller]
     pub fn connection(&self) -> redis::Connection {
         self.connect()
             .unwrap_or_else(|error| panic!("no connection to {}: {error}", self.url))
     }
 
-    /// Stops the server in an orderly way, and waits for its end.
+    /// Stops the server with SIGTERM, and waits for its end.
     #[track_caller]
     pub fn stop(&mut self) {
         if let Some(running) = self.own_mut("stop").running.take() {
@@ -191,12 +190,12 @@ impl Server {
     /// Kills the server with SIGKILL, and waits for its end.
     #[track_caller]
     pub fn kill(&mut self) {
-        // Dropping kills.
+        // Dropping `Running` kills the process.
         self.own_mut("kill").running.take();
     }
 
-    /// Stops the server unless it is stopped already, starts it on the same port, and waits until
-    /// it answers. Its data are there again only if it is [persistent](Builder::persistent).
+    /// Stops the server if it runs, starts it on the same port, and waits until it replies. It has
+    /// its data again only if it is [persistent](Builder::persistent).
     #[track_caller]
     pub fn restart(&mut self) {
         self.stop();
@@ -204,15 +203,15 @@ impl Server {
         loop {
             match self.launch(deadline) {
                 Ok(()) => return,
-                // A short-lived connection or another server's search for a free port.
+                // A short-lived connection, or another server that searches for a free port.
                 Err(Failure::PortTaken) if Instant::now() < deadline => thread::sleep(POLL),
-                Err(failure) => self.give_up("restart", failure),
+                Err(failure) => self.panic_with_log("restart", failure),
             }
         }
     }
 
-    /// Makes the server stand still with SIGSTOP: its connections stay open, nothing is answered.
-    /// When this returns the process does stand still.
+    /// Stops the process with SIGSTOP, and waits until it has stopped. Its connections stay open; it
+    /// sends no replies.
     #[track_caller]
     pub fn pause(&self) {
         let pid = self.running("pause").pid();
@@ -220,32 +219,32 @@ impl Server {
         let status = waitpid(pid, Some(WaitPidFlag::WUNTRACED));
         assert!(
             matches!(status, Ok(WaitStatus::Stopped(..))),
-            "the server ended when it was to pause: {status:?}\n{}",
+            "the server ended instead of pausing: {status:?}\n{}",
             self.log()
         );
     }
 
-    /// Lets a paused server go on.
+    /// Continues a paused server.
     #[track_caller]
     pub fn resume(&self) {
         kill(self.running("resume").pid(), Signal::SIGCONT).expect("SIGCONT");
     }
 
-    /// All that the server has logged, over its restarts too.
+    /// The server's log, restarts included.
     #[track_caller]
     pub fn log(&self) -> String {
         let log = log_file(&self.own("log").dir);
         String::from_utf8_lossy(&fs::read(log).unwrap_or_default()).into_owned()
     }
 
-    /// Starts the process and waits until it answers.
+    /// Starts the process and waits until it replies.
     fn launch(&mut self, deadline: Instant) -> Result<(), Failure> {
         let port = self.port.to_string();
         let logged = self.log().len();
         let own = self.own_mut("launch");
         own.running = Some(Running::spawn(&port, &own.args, &own.dir));
         loop {
-            if self.answers() {
+            if self.replies() {
                 return Ok(());
             }
             let failure = if self.own_mut("launch").has_ended() {
@@ -255,7 +254,7 @@ impl Server {
                     Failure::Ended
                 }
             } else if Instant::now() > deadline {
-                Failure::Silent
+                Failure::NoReply
             } else {
                 thread::sleep(POLL);
                 continue;
@@ -265,12 +264,12 @@ impl Server {
         }
     }
 
-    /// Whether this very process answers: when the port is taken another server may.
-    fn answers(&self) -> bool {
-        let pid = format!("process_id:{}\r", self.running("answers").pid());
+    /// Whether the process replies. Its id is checked, since another server may use the port.
+    fn replies(&self) -> bool {
+        let pid = format!("process_id:{}\r", self.running("replies").pid());
         let ask = || -> redis::RedisResult<String> {
             let mut connection = self.connect()?;
-            // PING fails while data are loaded, INFO does not.
+            // While the server loads its data, PING fails; INFO does not.
             redis::cmd("PING").exec(&mut connection)?;
             redis::cmd("INFO").arg("server").query(&mut connection)
         };
@@ -302,7 +301,7 @@ impl Server {
     }
 
     #[track_caller]
-    fn give_up(&self, what: &str, failure: Failure) -> ! {
+    fn panic_with_log(&self, what: &str, failure: Failure) -> ! {
         panic!(
             "the server on port {} did not {what}: {failure:?}; its log:\n{}",
             self.port,
@@ -350,8 +349,9 @@ impl Running {
             .stdout(log)
             .spawn()
             .unwrap_or_else(|error| panic!("{} does not start: {error}", binary().display()));
-        // Kills the server and removes its data when this process ends without dropping it: it is
-        // killed itself, or keeps the server in a static. Then the pipe is closed, and `read` ends.
+        // Kills the server and removes its data if this process ends without dropping the server:
+        // because it is killed, or because the server is in a static. Then the pipe closes, and
+        // `read` returns.
         let watchdog = Command::new("sh")
             .arg("-c")
             .arg(r#"trap '' INT TERM HUP; read _; kill -KILL "$0"; rm -rf "$1""#)
@@ -369,9 +369,9 @@ impl Running {
         Pid::from_raw(self.server.id().try_into().expect("a process id"))
     }
 
-    /// Lets the server end by itself if it does so in time.
+    /// Sends SIGTERM, and waits for the end of the process for at most [`STOP_LIMIT`].
     fn terminate(mut self) {
-        // A paused server takes no notice of SIGTERM.
+        // A paused server does not handle SIGTERM before it is continued.
         for signal in [Signal::SIGTERM, Signal::SIGCONT] {
             kill(self.pid(), signal).expect("a signal");
         }
@@ -384,9 +384,9 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // The watchdog first: once the server has been waited for, its id may be another's.
+        // The watchdog first: after the server has been waited for, another process may get its id.
         for child in [&mut self.watchdog, &mut self.server] {
-            // An error means that it has ended already.
+            // An error means that the process has ended already.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -397,14 +397,14 @@ fn log_file(dir: &TempDir) -> PathBuf {
     dir.path().join("log")
 }
 
-/// The server's binary: `REDIS_SERVER`, else the one that the project's script finds or installs.
+/// The server's binary: `REDIS_SERVER`, or the one that the project's script finds or installs.
 fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
         if let Some(path) = std::env::var_os("REDIS_SERVER") {
             return path.into();
         }
-        // The packages of the workspace share this file.
+        // Packages in different folders of the workspace use this file.
         let roots = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors();
         let mut scripts = roots.map(|root| root.join(".ci/redis-server"));
         let script = scripts
@@ -426,11 +426,11 @@ fn binary() -> &'static Path {
     })
 }
 
-/// A port that nobody listens on just now.
+/// A free port.
 ///
-/// It lies below the range from which systems take the ports of outgoing connections. Otherwise
-/// the reconnecting client of a stopped server might be given the very port that the server needs
-/// for its restart.
+/// It is below the range from which systems take the ports of outgoing connections. Otherwise a
+/// client that reconnects to a stopped server could get the port that the server needs for its
+/// restart.
 fn free_port() -> u16 {
     loop {
         let random = RandomState::new().hash_one(process::id());
@@ -443,7 +443,7 @@ fn free_port() -> u16 {
     }
 }
 
-/// A name that no other test uses, neither in this process nor in another, nor in an earlier run.
+/// A name that no other test uses, in this process, another process, or an earlier run.
 pub fn unique(prefix: &str) -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     static RUN: OnceLock<u64> = OnceLock::new();
@@ -452,7 +452,7 @@ pub fn unique(prefix: &str) -> String {
     format!("{prefix}-{run:016x}-{count}")
 }
 
-/// Waits until a condition holds. Panics with `what` when it does not within `limit`.
+/// Waits until a condition holds. Panics with `what` if it does not hold within `limit`.
 #[track_caller]
 pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + limit;
@@ -462,8 +462,8 @@ pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bo
     }
 }
 
-/// Like [`wait_until`], for an async condition and without blocking the runtime. A condition that
-/// does not come to an end counts as one that does not hold.
+/// As [`wait_until`], for an async condition, without blocking the runtime. A condition that does
+/// not complete counts as one that does not hold.
 pub async fn wait_until_async<F>(what: &str, limit: Duration, mut condition: impl FnMut() -> F)
 where
     F: Future<Output = bool>,
