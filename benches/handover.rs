@@ -1,7 +1,8 @@
-//! One lock between two clients: how long a handover takes, and what a crowd gets.
+//! One lock between two clients: the time of a handover, and the throughput and fairness under
+//! contention.
 //!
-//! Each round of the handover measures one bare script round trip, too, so that a handover can be
-//! told in trips of the same run. The clients live in one process, and then in two.
+//! Each handover is measured together with one bare script round trip, so that it can be stated in
+//! round trips of the same run. The clients run in one process first, then in two.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -22,17 +23,19 @@ use support::server::{Server, unique};
 use support::{Fred, TRIVIAL, info, load, median, percentile, runtime, version};
 
 const SAMPLES: usize = 20;
-const CROWD: usize = 64;
-const CROWD_FOR: Duration = Duration::from_secs(4);
+/// Tasks of each client under contention.
+const TASKS: usize = 64;
+const CONTENTION_TIME: Duration = Duration::from_secs(4);
+/// The limit for any reply of a peer.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// What makes a child of this program a peer.
+/// The argument with which this program starts itself as a peer.
 const PEER: &str = "--peer";
 
 fn main() {
     let args: Vec<String> = std::env::args().collect();
     match args.as_slice() {
-        [_, peer, url, name, trivial] if peer == PEER => return be_peer(url, name, trivial),
+        [_, peer, url, name, trivial] if peer == PEER => return run_peer(url, name, trivial),
         _ => {}
     }
     let server = Server::shared_or_start();
@@ -58,13 +61,13 @@ fn main() {
     }
     criterion.final_summary();
     let measured = handovers.report();
-    // A run that only tests is over.
+    // Without measurements this is a test run, which ends here.
     if measured {
         println!(
-            "\n{CROWD} tasks in each of two clients on one lock, empty section, {CROWD_FOR:?}"
+            "\n{TASKS} tasks in each of two clients on one lock, empty section, {CONTENTION_TIME:?}"
         );
         for place in [Place::OneProcess, Place::TwoProcesses] {
-            crowd(&server, place);
+            contention(&server, place);
         }
     }
 }
@@ -84,37 +87,38 @@ impl Place {
     }
 }
 
-/// One handover from the first of the pair to the second, who change places for the next.
+/// Measures one handover from the first peer of the pair to the second, and swaps the peers.
 ///
-/// From the call of unlock to the return of the other's lock: it waits already, and all is quiet.
+/// The time runs from the first peer's call of `unlock` until the second peer's `lock` returns. The
+/// second peer waits for the lock before, and the server is idle.
 fn handover(pair: &mut Pair, handovers: &Handovers) -> Duration {
     let [owner, waiter] = &pair.peers;
     if !pair.held {
-        owner.tell("lock");
-        owner.hear("locked");
+        owner.command("lock");
+        owner.receive("locked");
         pair.held = true;
     }
     let calls = script_calls(&mut pair.watch);
-    waiter.tell("lock");
-    quiet(&mut pair.watch, calls);
-    owner.tell("trip");
-    let trip = owner.hear("trip");
-    quiet(&mut pair.watch, calls);
-    owner.tell("unlock");
-    let unlocking = owner.hear("unlocking");
-    let locked = waiter.hear("locked");
-    owner.hear("unlocked");
+    waiter.command("lock");
+    wait_until_idle(&mut pair.watch, calls);
+    owner.command("trip");
+    let trip = owner.receive("trip");
+    wait_until_idle(&mut pair.watch, calls);
+    owner.command("unlock");
+    let unlocking = owner.receive("unlocking");
+    let locked = waiter.receive("locked");
+    owner.receive("unlocked");
     pair.peers.reverse();
-    // One clock serves all processes of a machine; a step back between the two readings is no
-    // measurement.
+    // Both processes read the clock of the machine. If it is set back between the two readings, the
+    // sample is 0.
     let took = Duration::from_nanos(locked.saturating_sub(unlocking));
     handovers.add(pair.place, trip as f64, took.as_nanos() as f64);
     took
 }
 
-/// Waits until nobody has sent anything for a while: a waiter that is still getting ready would be
-/// caught between two steps. Since `calls`, one script at least has to have come.
-fn quiet(watch: &mut redis::Connection, calls: u64) {
+/// Waits until the server has run at least one script since `calls`, and has received no command
+/// for 2 ms: then the waiter has subscribed and sleeps.
+fn wait_until_idle(watch: &mut redis::Connection, calls: u64) {
     const FOR: Duration = Duration::from_millis(2);
     let limit = Instant::now() + LIMIT;
     let commands = |watch: &mut _| info(watch, "stats", "total_commands_processed:");
@@ -123,11 +127,11 @@ fn quiet(watch: &mut redis::Connection, calls: u64) {
     while since.elapsed() < FOR || script_calls(watch) <= calls {
         assert!(
             Instant::now() < limit,
-            "the server is never quiet: do others use it?"
+            "the server is not idle: other clients may use it"
         );
         thread::sleep(FOR / 8);
         let now = commands(watch);
-        // Each look is a command itself, as is the one at the scripts' calls.
+        // Each check sends two commands itself: this one, and the one in `script_calls`.
         if now > last + 2 {
             since = Instant::now();
         }
@@ -142,7 +146,7 @@ fn script_calls(watch: &mut redis::Connection) -> u64 {
         .sum()
 }
 
-/// The time of a trip and of the handover after it, in ns.
+/// The times of a round trip and of the handover after it, in ns.
 #[derive(Default)]
 struct Handovers(Mutex<BTreeMap<Place, Vec<(f64, f64)>>>);
 
@@ -156,7 +160,7 @@ impl Handovers {
             .push((trip, took));
     }
 
-    /// Prints what was measured; `false` if that was too little.
+    /// Prints the measurements; returns `false` if there are too few.
     fn report(&self) -> bool {
         let measured = self.0.lock().expect("no panic");
         if measured.values().all(|rounds| rounds.len() < SAMPLES) {
@@ -186,36 +190,39 @@ impl Handovers {
     }
 }
 
-/// Lets the tasks of both peers compete for one lock, and tells what they got.
-fn crowd(server: &Server, place: Place) {
+/// Lets the tasks of both peers compete for one lock, and prints their grants.
+fn contention(server: &Server, place: Place) {
     let mut pair = Pair::new(server, place);
     let before = script_calls(&mut pair.watch);
-    pair.peers.iter().for_each(|peer| peer.tell("crowd"));
+    pair.peers.iter().for_each(|peer| peer.command("compete"));
     let mut grants: Vec<u64> = Vec::new();
     for peer in &pair.peers {
-        grants.extend((0..CROWD).map(|_| peer.hear("grants")));
+        grants.extend((0..TASKS).map(|_| peer.receive("grants")));
     }
     let calls = script_calls(&mut pair.watch) - before;
     let total: u64 = grants.iter().sum();
-    let poorest = grants.iter().min().expect("a task");
-    let sides: Vec<u64> = grants.chunks(CROWD).map(|side| side.iter().sum()).collect();
+    let fewest = grants.iter().min().expect("a task");
+    let clients: Vec<u64> = grants
+        .chunks(TASKS)
+        .map(|client| client.iter().sum())
+        .collect();
     println!(
-        "{:<28} {:>8.0} grants/s   {:.2} script calls a grant   poorest task {:.2} of an equal part   sides {:?}",
+        "{:<28} {:>8.0} grants/s   {:.2} script calls per grant   fewest grants of a task {:.2} of an equal share   grants per client {:?}",
         place.name(),
-        total as f64 / CROWD_FOR.as_secs_f64(),
+        total as f64 / CONTENTION_TIME.as_secs_f64(),
         calls as f64 / total as f64,
-        *poorest as f64 * grants.len() as f64 / total as f64,
-        sides,
+        *fewest as f64 * grants.len() as f64 / total as f64,
+        clients,
     );
     pair.end();
 }
 
-/// Two peers on one lock, and a connection that watches them.
+/// Two peers on one lock, and a connection that observes the server.
 struct Pair {
     place: Place,
     peers: [Peer; 2],
     watch: redis::Connection,
-    /// Whether the first holds the lock.
+    /// Whether the first peer holds the lock.
     held: bool,
 }
 
@@ -227,14 +234,14 @@ impl Pair {
         let url = server.url();
         let peers = match place {
             Place::OneProcess => {
-                // One runtime for both, as in a service with two clients.
+                // Both clients share a runtime, as in a service with two clients.
                 let runtime = Arc::new(runtime());
                 [0; 2].map(|_| Peer::local(&runtime, &url, &name, &trivial))
             }
             Place::TwoProcesses => [0; 2].map(|_| Peer::process(&url, &name, &trivial)),
         };
         peers.iter().for_each(|peer| {
-            peer.hear("ready");
+            peer.receive("ready");
         });
         Self {
             place,
@@ -246,8 +253,8 @@ impl Pair {
 
     fn end(self) {
         for mut peer in self.peers {
-            peer.tell("end");
-            peer.hear("ended");
+            peer.command("end");
+            peer.receive("ended");
             if let Some(child) = &mut peer.child {
                 child.wait().expect("the peer's end");
             }
@@ -255,30 +262,30 @@ impl Pair {
     }
 }
 
-/// One client of the lock, here or in a process of its own. It obeys words, and answers with a word
-/// and a number.
+/// One client of the lock, in this process or another. It executes commands of one word, and replies
+/// with a word and a number.
 struct Peer {
-    words: UnboundedSender<String>,
-    answers: mpsc::Receiver<(String, u64)>,
+    commands: UnboundedSender<String>,
+    replies: mpsc::Receiver<(String, u64)>,
     child: Option<Child>,
     _runtime: Option<Arc<tokio::runtime::Runtime>>,
 }
 
 impl Peer {
     fn local(runtime: &Arc<tokio::runtime::Runtime>, url: &str, name: &str, trivial: &str) -> Self {
-        let (words, heard) = unbounded_channel();
-        let (answer, answers) = mpsc::channel();
+        let (commands, received) = unbounded_channel();
+        let (reply, replies) = mpsc::channel();
         let (url, name, trivial) = (url.to_owned(), name.to_owned(), trivial.to_owned());
         runtime.spawn(async move {
-            // The receiver may be gone.
-            obey(&url, &name, &trivial, heard, move |word, number| {
-                drop(answer.send((word.to_owned(), number)))
+            // An error means that the benchmark has dropped the peer.
+            execute(&url, &name, &trivial, received, move |word, number| {
+                drop(reply.send((word.to_owned(), number)))
             })
             .await;
         });
         Self {
-            words,
-            answers,
+            commands,
+            replies,
             child: None,
             _runtime: Some(Arc::clone(runtime)),
         }
@@ -293,19 +300,19 @@ impl Peer {
             .expect("a peer");
         let mut stdin = child.stdin.take().expect("a pipe");
         let stdout = BufReader::new(child.stdout.take().expect("a pipe"));
-        let (words, mut heard) = unbounded_channel::<String>();
+        let (commands, mut received) = unbounded_channel::<String>();
         thread::spawn(move || {
-            while let Some(word) = heard.blocking_recv() {
+            while let Some(word) = received.blocking_recv() {
                 if writeln!(stdin, "{word}").is_err() {
                     return;
                 }
             }
         });
-        let (answer, answers) = mpsc::channel();
+        let (reply, replies) = mpsc::channel();
         thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
                 let (word, number) = line.split_once(' ').expect("a word and a number");
-                if answer
+                if reply
                     .send((word.to_owned(), number.parse().expect("a number")))
                     .is_err()
                 {
@@ -314,22 +321,23 @@ impl Peer {
             }
         });
         Self {
-            words,
-            answers,
+            commands,
+            replies,
             child: Some(child),
             _runtime: None,
         }
     }
 
-    fn tell(&self, word: &str) {
-        self.words.send(word.to_owned()).expect("the peer lives");
+    fn command(&self, word: &str) {
+        self.commands.send(word.to_owned()).expect("the peer runs");
     }
 
-    fn hear(&self, expected: &str) -> u64 {
+    /// Waits for the reply with this word, and returns its number.
+    fn receive(&self, expected: &str) -> u64 {
         let (word, number) = self
-            .answers
+            .replies
             .recv_timeout(LIMIT)
-            .unwrap_or_else(|_| panic!("no answer: {expected}"));
+            .unwrap_or_else(|_| panic!("no reply {expected:?} within {LIMIT:?}"));
         assert_eq!(word, expected);
         number
     }
@@ -338,45 +346,46 @@ impl Peer {
 impl Drop for Peer {
     fn drop(&mut self) {
         if let Some(child) = &mut self.child {
-            // An error means that it has ended already.
+            // An error means that the process has ended already.
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 }
 
-/// A peer in a process of its own: words come in on stdin, answers go out on stdout.
-fn be_peer(url: &str, name: &str, trivial: &str) {
-    let (words, heard) = unbounded_channel();
+/// Runs a peer in a process of its own: it reads commands from stdin, and writes replies to stdout.
+fn run_peer(url: &str, name: &str, trivial: &str) {
+    let (commands, received) = unbounded_channel();
     thread::spawn(move || {
         for word in std::io::stdin().lines().map_while(Result::ok) {
-            if words.send(word).is_err() {
+            if commands.send(word).is_err() {
                 return;
             }
         }
     });
-    let answer = |word: &str, number: u64| println!("{word} {number}");
-    runtime().block_on(obey(url, name, trivial, heard, answer));
+    let reply = |word: &str, number: u64| println!("{word} {number}");
+    runtime().block_on(execute(url, name, trivial, received, reply));
 }
 
-async fn obey(
+/// Executes a peer's commands.
+async fn execute(
     url: &str,
     name: &str,
     trivial: &str,
-    mut words: UnboundedReceiver<String>,
-    answer: impl Fn(&str, u64) + Send + Sync,
+    mut commands: UnboundedReceiver<String>,
+    reply: impl Fn(&str, u64) + Send + Sync,
 ) {
     let client = LockClient::connect(url).await.expect("a lock client");
     let bare = Fred::connect(url).await;
     let key = Bytes::copy_from_slice(name.as_bytes());
     let lock = client.lock(name);
     let mut guard = None;
-    answer("ready", 0);
-    while let Some(word) = words.recv().await {
+    reply("ready", 0);
+    while let Some(word) = commands.recv().await {
         match word.as_str() {
             "lock" => {
                 let granted = lock.lock().await.expect("granted");
-                answer("locked", now());
+                reply("locked", now());
                 guard = Some(granted);
             }
             "unlock" => {
@@ -387,37 +396,37 @@ async fn obey(
                     .unlock()
                     .await
                     .expect("released");
-                // Told afterwards, so that telling costs the release nothing.
-                answer("unlocking", unlocking);
-                answer("unlocked", 0);
+                // Reported afterwards, so that the report does not delay the release.
+                reply("unlocking", unlocking);
+                reply("unlocked", 0);
             }
             "trip" => {
                 let begun = Instant::now();
                 bare.call(trivial, &key, &[]).await;
-                answer("trip", begun.elapsed().as_nanos() as u64);
+                reply("trip", begun.elapsed().as_nanos() as u64);
             }
-            "crowd" => {
+            "compete" => {
                 for grants in compete(&lock).await {
-                    answer("grants", grants);
+                    reply("grants", grants);
                 }
             }
             _ => break,
         }
     }
     drop(guard);
-    client.shutdown().await.expect("an orderly end");
-    answer("ended", 0);
+    client.shutdown().await.expect("shut down");
+    reply("ended", 0);
 }
 
-/// What each task of a crowd got.
+/// Lets tasks compete for the lock, and returns the number of grants of each.
 async fn compete(lock: &ReentrantLock) -> Vec<u64> {
-    let over = Arc::new(AtomicBool::new(false));
+    let stop = Arc::new(AtomicBool::new(false));
     let mut tasks = JoinSet::new();
-    for _ in 0..CROWD {
-        let (lock, over) = (lock.clone(), Arc::clone(&over));
+    for _ in 0..TASKS {
+        let (lock, stop) = (lock.clone(), Arc::clone(&stop));
         tasks.spawn(async move {
             let mut grants = 0;
-            while !over.load(Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) {
                 let guard = lock.lock().await.expect("granted");
                 grants += 1;
                 guard.unlock().await.expect("released");
@@ -425,8 +434,8 @@ async fn compete(lock: &ReentrantLock) -> Vec<u64> {
             grants
         });
     }
-    tokio::time::sleep(CROWD_FOR).await;
-    over.store(true, Ordering::Relaxed);
+    tokio::time::sleep(CONTENTION_TIME).await;
+    stop.store(true, Ordering::Relaxed);
     tasks.join_all().await
 }
 
@@ -434,7 +443,7 @@ async fn compete(lock: &ReentrantLock) -> Vec<u64> {
 fn now() -> u64 {
     let since = SystemTime::now()
         .duration_since(UNIX_EPOCH)
-        .expect("a clock that is set");
+        .expect("a clock after 1970");
     since
         .as_nanos()
         .try_into()

@@ -1,8 +1,8 @@
-//! Lock and unlock without contention, beside two bare script round trips in the same run.
+//! Lock and unlock without contention, compared with two bare script round trips in the same run.
 //!
-//! Each sample of a contender is measured in short turns with one of each floor, in changing order,
-//! so that what disturbs the machine disturbs them alike. The ratios of such neighbours are printed
-//! at the end.
+//! Each sample of a subject is measured in short slices that alternate with slices of both
+//! baselines, so that other load on the machine affects them equally. The ratios are printed at the
+//! end.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -21,32 +21,32 @@ use support::{TRIVIAL, load, median, runtime, version};
 const TASKS: [usize; 3] = [1, 16, 256];
 const SAMPLES: usize = 30;
 
-/// Into how many turns a sample is cut, between which the neighbours have theirs.
-const TURNS: u64 = 8;
+/// The number of slices of a sample.
+const SLICES: u64 = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Contender {
-    /// Floor: two trivial scripts through redis-rs.
+enum Subject {
+    /// Baseline: two trivial scripts through redis-rs.
     Plain,
-    /// Floor: two trivial scripts through fred, as the locks use it.
+    /// Baseline: two trivial scripts through fred, configured as in the library.
     Fred,
-    /// The scripts of a lock and an unlock through fred, with the arguments made in advance.
+    /// The scripts of a lock and an unlock through fred, with prepared arguments.
     Scripts,
     /// `lock().await` and `unlock().await`.
     LockUnlock,
     /// `run(async {})`.
     Run,
-    /// `lock().await` and `unlock().await` inside the owner's scope of the same lock.
+    /// `lock().await` and `unlock().await` inside `run` on the same lock.
     Reentry,
 }
 
-use Contender::*;
+use Subject::*;
 
-impl Contender {
+impl Subject {
     fn name(self) -> &'static str {
         match self {
-            Plain => "floor: two trivial scripts, redis-rs",
-            Fred => "floor: two trivial scripts, fred",
+            Plain => "baseline: two trivial scripts, redis-rs",
+            Fred => "baseline: two trivial scripts, fred",
             Scripts => "bare lock scripts, fred",
             LockUnlock => "lock + unlock",
             Run => "run",
@@ -55,8 +55,8 @@ impl Contender {
     }
 }
 
-/// What all contenders need.
-struct Bench {
+/// What all subjects need.
+struct Fixture {
     plain: support::Plain,
     fred: support::Fred,
     trivial: String,
@@ -66,7 +66,7 @@ struct Bench {
     names: Vec<String>,
 }
 
-impl Bench {
+impl Fixture {
     async fn new(server: &Server) -> Self {
         let mut connection = server.connection();
         Self {
@@ -85,18 +85,17 @@ impl Bench {
     }
 }
 
-/// How long it took `tasks` tasks to do `pairs` pairs each, on locks of their own, at the same
-/// time.
-async fn measure(bench: &Arc<Bench>, contender: Contender, tasks: usize, pairs: u64) -> Duration {
-    let gate = Arc::new(Barrier::new(tasks));
+/// Measures how long `tasks` concurrent tasks take for `pairs` pairs each, on a lock per task.
+async fn measure(fixture: &Arc<Fixture>, subject: Subject, tasks: usize, pairs: u64) -> Duration {
+    let barrier = Arc::new(Barrier::new(tasks));
     let mut running = JoinSet::new();
     for at in 0..tasks {
         running.spawn(task(
-            Arc::clone(bench),
-            contender,
+            Arc::clone(fixture),
+            subject,
             at,
             pairs,
-            Arc::clone(&gate),
+            Arc::clone(&barrier),
         ));
     }
     let spans = running.join_all().await;
@@ -105,27 +104,26 @@ async fn measure(bench: &Arc<Bench>, contender: Contender, tasks: usize, pairs: 
     ended - begun
 }
 
-/// One task's part: gets ready, waits for the others at the gate, and tells when it began and
-/// ended.
+/// One task: prepares, waits for the others at the barrier, and returns when it began and ended.
 async fn task(
-    bench: Arc<Bench>,
-    contender: Contender,
+    fixture: Arc<Fixture>,
+    subject: Subject,
     at: usize,
     pairs: u64,
-    gate: Arc<Barrier>,
+    barrier: Arc<Barrier>,
 ) -> (Instant, Instant) {
-    let name = bench.names[at].as_str();
-    let lock = bench.client.lock(name);
+    let name = fixture.names[at].as_str();
+    let lock = fixture.client.lock(name);
     let begin = async || {
-        gate.wait().await;
+        barrier.wait().await;
         Instant::now()
     };
-    match contender {
+    match subject {
         Plain => {
-            let mut plain = bench.plain.clone();
+            let mut plain = fixture.plain.clone();
             let begun = begin().await;
             for _ in 0..2 * pairs {
-                plain.call(&bench.trivial, name.as_bytes()).await;
+                plain.call(&fixture.trivial, name.as_bytes()).await;
             }
             (begun, Instant::now())
         }
@@ -133,7 +131,7 @@ async fn task(
             let key = Bytes::copy_from_slice(name.as_bytes());
             let begun = begin().await;
             for _ in 0..2 * pairs {
-                bench.fred.call(&bench.trivial, &key, &[]).await;
+                fixture.fred.call(&fixture.trivial, &key, &[]).await;
             }
             (begun, Instant::now())
         }
@@ -141,8 +139,8 @@ async fn task(
             let (key, acquire, release) = script_arguments(name);
             let begun = begin().await;
             for _ in 0..pairs {
-                assert_done(&bench.fred.call(&bench.acquire, &key, &acquire).await);
-                assert_done(&bench.fred.call(&bench.release, &key, &release).await);
+                assert_done(&fixture.fred.call(&fixture.acquire, &key, &acquire).await);
+                assert_done(&fixture.fred.call(&fixture.release, &key, &release).await);
             }
             (begun, Instant::now())
         }
@@ -183,7 +181,7 @@ async fn task(
     }
 }
 
-/// The key and the arguments of both lock scripts, in the order that their headers give.
+/// The key and the arguments of both lock scripts, in the order of their headers.
 fn script_arguments(name: &str) -> (Bytes, Vec<Bytes>, Vec<Bytes>) {
     let [ticket, owner, lease] =
         ["1", "6fa459ea-ee8a-4ca4-894e-db77e160355e:4", "30000"].map(Bytes::from);
@@ -200,13 +198,13 @@ fn script_arguments(name: &str) -> (Bytes, Vec<Bytes>, Vec<Bytes>) {
     (Bytes::copy_from_slice(name.as_bytes()), acquire, release)
 }
 
-/// Ticket, then the code 1: granted, or freed.
+/// Checks the reply: the ticket, then code 1 (granted or freed).
 fn assert_done(reply: &Resp3Frame) {
     let done = matches!(reply, Resp3Frame::Array { data, .. } if matches!(data.get(1), Some(Resp3Frame::Number { data: 1, .. })));
     assert!(done, "{reply:?}");
 }
 
-/// One sample of a contender with its neighbours, in seconds for a pair of one task.
+/// One sample of a subject and both baselines, in seconds per pair of one task.
 #[derive(Clone, Copy)]
 struct Sample {
     own: f64,
@@ -214,41 +212,41 @@ struct Sample {
     fred: f64,
 }
 
-type Samples = Mutex<BTreeMap<(usize, Contender), Vec<Sample>>>;
+type Samples = Mutex<BTreeMap<(usize, Subject), Vec<Sample>>>;
 
-/// Measures a contender next to both floors, and tells its own time.
+/// Measures a subject together with both baselines, and returns the subject's time.
 async fn sample(
-    bench: &Arc<Bench>,
+    fixture: &Arc<Fixture>,
     samples: &Samples,
-    contender: Contender,
+    subject: Subject,
     tasks: usize,
     pairs: u64,
 ) -> Duration {
-    let mut order = vec![Plain, Fred, contender];
+    let mut order = vec![Plain, Fred, subject];
     order.sort();
     order.dedup();
-    let mut times: BTreeMap<Contender, Duration> = BTreeMap::new();
-    let turns = pairs.min(TURNS);
-    for turn in 0..turns {
-        let part = pairs / turns + u64::from(turn < pairs % turns);
-        for &contender in &order {
-            *times.entry(contender).or_default() += measure(bench, contender, tasks, part).await;
+    let mut times: BTreeMap<Subject, Duration> = BTreeMap::new();
+    let slices = pairs.min(SLICES);
+    for slice in 0..slices {
+        let part = pairs / slices + u64::from(slice < pairs % slices);
+        for &subject in &order {
+            *times.entry(subject).or_default() += measure(fixture, subject, tasks, part).await;
         }
         order.rotate_left(1);
     }
-    let pair = |contender: Contender| times[&contender].as_secs_f64() / pairs as f64;
+    let pair = |subject: Subject| times[&subject].as_secs_f64() / pairs as f64;
     let sample = Sample {
-        own: pair(contender),
+        own: pair(subject),
         plain: pair(Plain),
         fred: pair(Fred),
     };
     samples
         .lock()
         .expect("no panic")
-        .entry((tasks, contender))
+        .entry((tasks, subject))
         .or_default()
         .push(sample);
-    times[&contender]
+    times[&subject]
 }
 
 fn report(samples: &Samples) {
@@ -264,8 +262,8 @@ fn report(samples: &Samples) {
         "\n{:<40} {:>5} {:>12} {:>12} {:>12} {:>12}",
         "medians", "tasks", "us a pair", "pairs/s", "/ redis-rs", "/ fred"
     );
-    for ((tasks, contender), samples) in &*samples.lock().expect("no panic") {
-        // Those before are the warm-up's; a run that only tests has no more than that.
+    for ((tasks, subject), samples) in &*samples.lock().expect("no panic") {
+        // The first samples are those of the warm-up; a test run has no others.
         let Some(samples) = samples
             .len()
             .checked_sub(SAMPLES)
@@ -279,7 +277,7 @@ fn report(samples: &Samples) {
         let own = of(|sample| sample.own);
         println!(
             "{:<40} {tasks:>5} {:>12.1} {:>12.0} {:>12.2} {:>12.2}",
-            contender.name(),
+            subject.name(),
             own * 1e6,
             *tasks as f64 / own,
             of(|sample| sample.own / sample.plain),
@@ -292,7 +290,7 @@ fn main() {
     let server = Server::shared_or_start();
     println!("{}", version(&mut server.connection()));
     let runtime = runtime();
-    let bench = Arc::new(runtime.block_on(Bench::new(&server)));
+    let fixture = Arc::new(runtime.block_on(Fixture::new(&server)));
     let samples = Samples::default();
     let mut criterion = Criterion::default().configure_from_args();
     for tasks in TASKS {
@@ -304,11 +302,11 @@ fn main() {
             .warm_up_time(Duration::from_millis(500))
             .measurement_time(Duration::from_secs(4))
             .throughput(Throughput::Elements(tasks as u64));
-        for contender in [Plain, Fred, Scripts, LockUnlock, Run, Reentry] {
-            group.bench_function(BenchmarkId::new(contender.name(), tasks), |bencher| {
+        for subject in [Plain, Fred, Scripts, LockUnlock, Run, Reentry] {
+            group.bench_function(BenchmarkId::new(subject.name(), tasks), |bencher| {
                 bencher.to_async(&runtime).iter_custom(|pairs| {
-                    let (bench, samples) = (&bench, &samples);
-                    async move { sample(bench, samples, contender, tasks, pairs).await }
+                    let (fixture, samples) = (&fixture, &samples);
+                    async move { sample(fixture, samples, subject, tasks, pairs).await }
                 });
             });
         }
@@ -317,6 +315,6 @@ fn main() {
     criterion.final_summary();
     report(&samples);
     runtime
-        .block_on(bench.client.shutdown())
-        .expect("an orderly end");
+        .block_on(fixture.client.shutdown())
+        .expect("shut down");
 }

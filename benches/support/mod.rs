@@ -1,7 +1,6 @@
-//! What the benchmarks share: a server, bare script calls beside which the locks are measured, and
-//! medians.
+//! Shared by the benchmarks: a server, bare script calls as baselines, and medians.
 
-// Every benchmark includes this module and uses a part of it.
+// Each benchmark includes this module and uses a part of it.
 #![allow(dead_code)]
 
 use std::time::Duration;
@@ -19,10 +18,11 @@ use tokio::runtime::{Builder, Runtime};
 #[path = "../../tests/support/server.rs"]
 pub mod server;
 
-/// The script that costs a server next to nothing: what is left is the round trip.
+/// A script that costs the server almost nothing, so that its call measures the round trip.
 pub const TRIVIAL: &str = "return 1";
 
-/// As many worker threads on every machine, so that runs on different ones can be compared.
+/// A runtime with the same number of worker threads on every machine, so that runs on different
+/// machines are comparable.
 pub fn runtime() -> Runtime {
     Builder::new_multi_thread()
         .worker_threads(2)
@@ -31,8 +31,7 @@ pub fn runtime() -> Runtime {
         .expect("a runtime")
 }
 
-/// Script calls through fred with the settings that the locks' own link has, and nothing else of
-/// it.
+/// Script calls through fred, with the settings of the library's link but without its other work.
 #[derive(Clone)]
 pub struct Fred(Client);
 
@@ -57,7 +56,7 @@ impl Fred {
         };
         let policy = ReconnectPolicy::new_exponential(0, 5, 250, 2);
         let client = Client::new(config, Some(performance), Some(connection), Some(policy));
-        // The connection lasts as long as the process.
+        // The connection stays open until the process ends.
         drop(client.init().await.expect("a connection"));
         Self(client)
     }
@@ -73,7 +72,7 @@ impl Fred {
     }
 }
 
-/// Script calls through redis-rs: a client that has nothing in common with the locks'.
+/// Script calls through redis-rs, a client library that the locks do not use.
 #[derive(Clone)]
 pub struct Plain(MultiplexedConnection);
 
@@ -101,7 +100,7 @@ impl Plain {
     }
 }
 
-/// Makes the server know a script, and tells its SHA-1.
+/// Loads a script, and returns its SHA-1.
 pub fn load(connection: &mut redis::Connection, text: &str) -> String {
     redis::cmd("SCRIPT")
         .arg("LOAD")
@@ -110,8 +109,8 @@ pub fn load(connection: &mut redis::Connection, text: &str) -> String {
         .expect("a SHA-1")
 }
 
-/// The number that INFO has under that name, as in `("commandstats", "cmdstat_evalsha:calls=")`; 0
-/// if there is none.
+/// A number from `INFO` by its section and name, as in `("commandstats", "cmdstat_evalsha:calls=")`;
+/// 0 if it is missing.
 pub fn info(connection: &mut redis::Connection, section: &str, name: &str) -> u64 {
     let info: String = redis::cmd("INFO")
         .arg(section)
@@ -128,7 +127,7 @@ pub fn info(connection: &mut redis::Connection, section: &str, name: &str) -> u6
     digits.parse().expect("a number")
 }
 
-/// Which server this is.
+/// The server's product and version.
 pub fn version(connection: &mut redis::Connection) -> String {
     let info: String = redis::cmd("INFO")
         .arg("server")
@@ -145,9 +144,9 @@ pub fn version(connection: &mut redis::Connection) -> String {
     }
 }
 
-/// The value below which that share of the values lies.
+/// The value below which this share of the values lies.
 pub fn percentile(values: &mut [f64], share: f64) -> f64 {
-    assert!(!values.is_empty(), "nothing was measured");
+    assert!(!values.is_empty(), "no values");
     values.sort_by(f64::total_cmp);
     values[((values.len() - 1) as f64 * share).round() as usize]
 }
