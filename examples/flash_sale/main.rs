@@ -1,12 +1,13 @@
 //! A flash sale: the stock `stock_01` must never be oversold.
 //!
-//! Worker processes with many buyers each read the stock, think, and write back one less. They do
-//! so three times: without a lock, under a lock, and under a lock with functions that lock again.
-//! In the second sale one worker is killed while it holds the lock. At the end a table tells what
-//! was sold, and the exit status is not 0 if a sale under the lock went wrong.
+//! Worker processes run many buyers. Each buyer reads the stock, thinks, and writes it back less
+//! one. There are three sales: without a lock, with a lock, and with a lock that nested functions
+//! re-enter. In the second sale one worker is killed while it holds the lock. At the end the demo
+//! prints a table; its exit status is not 0 if a sale with a lock failed.
 //!
-//! `make demo` starts it, with a server of its own unless `REDIS_URL` names one; `make demo
-//! ARGS=--help` lists the options. How a buyer locks is in `shop.rs`; the rest is the stage for it.
+//! `make demo` starts it with a private server, unless `REDIS_URL` names one; `make demo
+//! ARGS=--help` lists the options. `shop.rs` shows how a buyer locks; the other files start, observe
+//! and report the sales.
 
 mod options;
 mod progress;
@@ -28,7 +29,7 @@ use sale::Outcome;
 use server::Server;
 use shop::Protection;
 
-/// What went wrong, in words for the person at the terminal.
+/// An error, as text for the terminal.
 type Failure = Box<dyn Error + Send + Sync>;
 
 #[tokio::main(flavor = "current_thread")]
@@ -54,9 +55,9 @@ async fn main() -> ExitCode {
     }
 }
 
-/// The whole demo; whatever ends it, what it started and what it stored is gone afterwards.
+/// Runs the demo. However it ends, it stops its processes and removes its keys.
 async fn demo(options: &Options) -> Result<ExitCode, Failure> {
-    // Listened for from the start, so that nothing is ever left behind.
+    // The handlers are installed first, so that a signal never ends the demo without cleanup.
     let mut interrupted = Interrupted::listen()?;
     let mut progress = Progress::new();
     let server = tokio::select! {
@@ -67,7 +68,7 @@ async fn demo(options: &Options) -> Result<ExitCode, Failure> {
         outcomes = sell(options, &server, &mut progress) => Ok(outcomes),
         signal = interrupted.next() => Err(signal),
     };
-    // The workers are gone by now: dropping the sale killed them.
+    // The workers have ended: dropping the sale killed them.
     let cleared = tokio::select! {
         cleared = server.clear() => cleared,
         _ = interrupted.next() => Err("interrupted before its keys were removed".into()),
@@ -81,7 +82,7 @@ async fn demo(options: &Options) -> Result<ExitCode, Failure> {
         Err(signal) => {
             cleared?;
             progress
-                .say("Interrupted. The workers are stopped, and nothing is left on the server.");
+                .print("Interrupted. The workers are stopped, and nothing is left on the server.");
             Ok(ExitCode::from(128 + signal))
         }
     }
@@ -92,7 +93,7 @@ async fn sell(
     server: &Server,
     progress: &mut Progress,
 ) -> Result<Vec<Outcome>, Failure> {
-    progress.say(&format!(
+    progress.print(&format!(
         "Flash sale: {} of stock_01",
         plural(options.stock, "item")
     ));
@@ -113,17 +114,17 @@ async fn sell(
     Ok(outcomes)
 }
 
-/// Prints the table and what it means.
+/// Prints the table and the conclusion.
 fn conclude(outcomes: &[Outcome], progress: &mut Progress) -> ExitCode {
     let table = table::render(outcomes, progress.has_color());
-    progress.say(&format!("\n{table}"));
+    progress.print(&format!("\n{table}"));
     let faults: Vec<String> = outcomes
         .iter()
         .filter(|o| o.protection.locks())
         .flat_map(Outcome::faults)
         .collect();
     if !faults.is_empty() {
-        progress.say(&format!("FAILED: {}.", faults.join("; ")));
+        progress.print(&format!("FAILED: {}.", faults.join("; ")));
         return ExitCode::FAILURE;
     }
     let oversold: u64 = outcomes
@@ -132,9 +133,9 @@ fn conclude(outcomes: &[Outcome], progress: &mut Progress) -> ExitCode {
         .map(Outcome::oversold)
         .sum();
     if oversold == 0 {
-        progress.say(
+        progress.print(
             "Without a lock nothing was oversold this time, by chance: try more buyers or a longer --think.\n\
-             With the lock nothing was either, although a worker died while it held it.",
+             With the lock nothing was oversold, although a worker was killed while it held the lock.",
         );
     } else {
         let (items, were) = if oversold == 1 {
@@ -142,16 +143,16 @@ fn conclude(outcomes: &[Outcome], progress: &mut Progress) -> ExitCode {
         } else {
             ("items that do not exist", "were")
         };
-        progress.say(&format!(
+        progress.print(&format!(
             "Without a lock {} {items} {were} sold. With it: 0,\n\
-             although a worker died while it held the lock.",
+             although a worker was killed while it held the lock.",
             count(oversold)
         ));
     }
     ExitCode::SUCCESS
 }
 
-/// The signals that ask the demo to end.
+/// The signals that end the demo.
 struct Interrupted([(u8, tokio::signal::unix::Signal); 3]);
 
 impl Interrupted {
@@ -163,7 +164,7 @@ impl Interrupted {
         ]))
     }
 
-    /// The number of the next one.
+    /// The number of the next signal.
     async fn next(&mut self) -> u8 {
         let [(int, interrupt), (term, terminate), (hup, hangup)] = &mut self.0;
         tokio::select! {

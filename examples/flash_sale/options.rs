@@ -7,9 +7,10 @@ use crate::shop::Protection;
 
 pub const HELP: &str = "\
 Sells stock_01 three times: without a lock, with a lock (one worker is killed while it holds it),
-and with functions that lock again. Prints what was sold, and fails if a locked sale went wrong.
+and with nested functions that re-enter the lock. Prints a table of the sales. Fails if a sale with
+a lock went wrong.
 
-Usage: make demo ARGS=\"[OPTIONS]\"   or   cargo run --release --example flash_sale -- [OPTIONS]
+Usage: make demo ARGS=\"[OPTIONS]\"   or   cargo run --release -p redisson-lock-examples -- [OPTIONS]
 
 Options:
   --stock N        items to sell in each sale (default 2000)
@@ -17,19 +18,20 @@ Options:
   --buyers N       buying tasks in each worker (default 8)
   --think MICROS   how long a buyer thinks between reading the stock and writing it back; the timer
                    rounds up to whole milliseconds (default 1000)
-  --help           this text
+  --help           print this text
 
 Environment:
   REDIS_URL        the server to use, redis://[user[:password]@]host[:port][/database]; only keys that
                    begin with flash_sale: and this run's id are used, and they are removed at the end
-  REDIS_SERVER     otherwise: the redis-server or valkey-server to start for this run (default: the PATH)
-  NO_COLOR         no colours
+  REDIS_SERVER     without REDIS_URL: the redis-server or valkey-server to start for this run
+                   (default: found in the PATH)
+  NO_COLOR         print no colours
 ";
 
-/// What to do.
+/// The task of this process.
 pub enum Command {
     Sell(Options),
-    /// What the demo starts itself with.
+    /// The demo starts worker processes with this command.
     Work(Job),
     Help,
 }
@@ -41,8 +43,8 @@ pub struct Options {
     pub think: Duration,
 }
 
-/// The work of a worker process. The server's URL comes in the environment, as it may carry a
-/// password.
+/// The options of a worker process. It gets the server's URL in the environment, since the URL may
+/// contain a password.
 #[derive(Clone)]
 pub struct Job {
     pub worker: u64,
@@ -50,7 +52,7 @@ pub struct Job {
     pub prefix: String,
     pub buyers: u64,
     pub think: Duration,
-    /// The victim stops, holding the lock, where it finds this much stock or less.
+    /// The worker to be killed stops, holding the lock, when it reads this much stock or less.
     pub stop_at: Option<u64>,
 }
 
@@ -94,7 +96,7 @@ pub fn parse(args: impl Iterator<Item = String>) -> Result<Command, String> {
         };
         match name {
             "--stock" => options.stock = number(1..=1_000_000)?,
-            // One is killed, and another has to continue.
+            // One worker is killed; at least one other has to finish the sale.
             "--workers" => options.workers = number(2..=64)?,
             "--buyers" => options.buyers = number(1..=1000)?,
             "--think" => options.think = Duration::from_micros(number(0..=10_000_000)?),

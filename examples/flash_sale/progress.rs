@@ -1,4 +1,4 @@
-//! The live line: rewritten in place on a terminal, a plain line now and then elsewhere.
+//! The progress line: rewritten in place on a terminal; elsewhere printed once a second.
 
 use std::fmt::Write as _;
 use std::io::{IsTerminal, Write};
@@ -21,18 +21,18 @@ impl Progress {
         self.terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty())
     }
 
-    /// Begins a sale.
+    /// Prints the title of a sale.
     pub fn title(&mut self, text: &str) {
         let (bold, plain) = if self.has_color() {
             ("\x1b[1m", "\x1b[0m")
         } else {
             ("", "")
         };
-        self.say(&format!("\n{bold}{text}{plain}"));
+        self.print(&format!("\n{bold}{text}{plain}"));
         self.drawn = None;
     }
 
-    /// Shows the state, if the last one has been there for long enough.
+    /// Shows the state, at most 10 times a second on a terminal and once a second elsewhere.
     pub fn draw(&mut self, state: impl FnOnce() -> String) {
         let every = Duration::from_millis(if self.terminal { 100 } else { 1000 });
         if self.drawn.is_some_and(|drawn| drawn.elapsed() < every) {
@@ -40,29 +40,29 @@ impl Progress {
         }
         self.drawn = Some(Instant::now());
         if self.terminal {
-            // Without line wrap: a wrapped line could not be rewritten.
+            // Without line wrap, since a wrapped line cannot be rewritten.
             self.write(&format!("\r\x1b[K\x1b[?7l  {}\x1b[?7h", state()));
         } else {
             self.write(&format!("  {}\n", state()));
         }
     }
 
-    /// Prints text that stays, and ends the line.
-    pub fn say(&mut self, text: &str) {
+    /// Prints a permanent line.
+    pub fn print(&mut self, text: &str) {
         self.clear();
         self.write(&format!("{text}\n"));
     }
 
-    /// Prints a line about the sale that stays.
+    /// Prints a permanent, indented line about the sale.
     pub fn note(&mut self, text: &str) {
-        self.say(&format!("  {text}"));
-        // On a terminal the state is shown again below the note at once.
+        self.print(&format!("  {text}"));
+        // On a terminal the progress line is drawn again below the note at once.
         if self.terminal {
             self.drawn = None;
         }
     }
 
-    /// Takes the live line away.
+    /// Removes the progress line.
     pub fn clear(&mut self) {
         if self.terminal && self.drawn.take().is_some() {
             self.write("\r\x1b[K");
@@ -70,7 +70,7 @@ impl Progress {
     }
 
     fn write(&self, text: &str) {
-        // An error means that nobody reads any more: the exit status still tells.
+        // An error means that the reader has closed the output; the exit status still counts.
         let mut out = std::io::stdout().lock();
         let _ = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     }
@@ -87,7 +87,7 @@ pub fn bar(part: u64, whole: u64) -> String {
     )
 }
 
-/// With a comma before each three digits.
+/// A number with a comma before each group of three digits.
 pub fn count(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -100,7 +100,7 @@ pub fn count(number: u64) -> String {
     text
 }
 
-/// A count of something.
+/// A number and a noun, in the plural if necessary.
 pub fn plural(number: u64, one: &str) -> String {
     format!(
         "{} {one}{}",
@@ -109,7 +109,7 @@ pub fn plural(number: u64, one: &str) -> String {
     )
 }
 
-/// A time with a unit that suits it.
+/// A duration in ms or s.
 pub fn time(duration: Duration) -> String {
     let millis = duration.as_secs_f64() * 1e3;
     match millis {

@@ -1,34 +1,34 @@
-//! What a worker tells the demo: one line each on its standard output.
+//! The reports of a worker to the demo: one line each on the worker's standard output.
 
 use std::io::Write;
 use std::time::Duration;
 
-/// One line.
+/// One report.
 pub enum Report {
-    /// Connected, with this client id; waits for the start.
+    /// The worker is connected with this client id, and waits for the start.
     Ready(String),
-    /// A buyer got the lock after this time.
+    /// A buyer acquired the lock after this time.
     Waited(Duration),
-    /// A buyer has this hold count inside a function that locked again, by the server's word.
-    Depth(u64),
-    /// The victim holds the lock and stands still.
+    /// A buyer's hold count on the server, inside a function that has re-entered the lock.
+    HoldCount(u64),
+    /// The worker to be killed holds the lock and has stopped.
     Holding,
-    /// A buyer failed and tries again.
-    Trouble(String),
-    /// All buyers are done.
+    /// A buyer failed and tries again, or the worker failed.
+    Error(String),
+    /// All buyers have finished.
     Done,
 }
 
 impl Report {
-    /// Written at once, so that nothing is missing when the worker is killed. Ends the process when
-    /// nobody reads.
+    /// Writes the report unbuffered, so that no report is missing when the worker is killed. Ends
+    /// the process if the demo does not read any more.
     pub fn send(self) {
         let line = match self {
             Self::Ready(client) => format!("ready {client}\n"),
             Self::Waited(wait) => format!("waited {}\n", wait.as_micros()),
-            Self::Depth(count) => format!("depth {count}\n"),
+            Self::HoldCount(count) => format!("hold-count {count}\n"),
             Self::Holding => "holding\n".to_owned(),
-            Self::Trouble(text) => format!("trouble {}\n", text.replace('\n', " ")),
+            Self::Error(text) => format!("error {}\n", text.replace('\n', " ")),
             Self::Done => "done\n".to_owned(),
         };
         let mut out = std::io::stdout().lock();
@@ -46,9 +46,9 @@ impl Report {
         Some(match word {
             "ready" => Self::Ready(rest.to_owned()),
             "waited" => Self::Waited(Duration::from_micros(rest.parse().ok()?)),
-            "depth" => Self::Depth(rest.parse().ok()?),
+            "hold-count" => Self::HoldCount(rest.parse().ok()?),
             "holding" => Self::Holding,
-            "trouble" => Self::Trouble(rest.to_owned()),
+            "error" => Self::Error(rest.to_owned()),
             "done" => Self::Done,
             _ => return None,
         })

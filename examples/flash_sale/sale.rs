@@ -1,4 +1,4 @@
-//! One sale: starts the workers, watches, kills one of them if that is planned, and counts.
+//! One sale: starts the workers, observes the sale, kills one worker if planned, and counts.
 
 use std::collections::HashMap;
 use std::process::Stdio;
@@ -17,34 +17,35 @@ use crate::reports::Report;
 use crate::server::Server;
 use crate::shop::{Protection, WATCHDOG_TIMEOUT, lock_client};
 
-/// Which worker is killed. Not the first, for no other reason than that it is as good as any.
+/// The number of the worker that is killed.
 const VICTIM: u64 = 2;
 
-/// How often the server is asked how the sale goes.
-const LOOK: Duration = Duration::from_millis(20);
+/// How often the state of the sale is read from the server.
+const POLL: Duration = Duration::from_millis(20);
 
-/// A sale in which nothing happens for so long has failed.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// A sale without any change for this time has failed.
+const STALL_LIMIT: Duration = Duration::from_secs(30);
 
-/// What came of a sale, by what the server has at its end.
+/// The result of a sale, by the state of the server at its end.
 pub struct Outcome {
     pub protection: Protection,
     pub stock: u64,
     /// The number of orders.
     pub sold: u64,
     pub left: u64,
-    /// How many different items were sold.
+    /// The number of different items that were sold.
     items: u64,
     pub most_for_one_item: u64,
     pub took: Duration,
     pub waits: Vec<Duration>,
-    pub depth: Option<u64>,
+    /// The hold count inside a nested function.
+    pub hold_count: Option<u64>,
     pub killed: Option<Killed>,
 }
 
 /// A worker that was killed while it held the lock.
 pub struct Killed {
-    /// How long the lock was out of reach after that.
+    /// How long the lock stayed held after that.
     pub pause: Duration,
 }
 
@@ -56,8 +57,8 @@ pub async fn run(
 ) -> Result<Outcome, Failure> {
     progress.title(match protection {
         Protection::None => "1. Without a lock",
-        Protection::Lock => "2. With a lock, and one worker will be killed while it holds it",
-        Protection::Reentrant => "3. With a lock, and functions that lock again inside it",
+        Protection::Lock => "2. With a lock; one worker will be killed while it holds the lock",
+        Protection::Reentrant => "3. With a lock, and nested functions that re-enter it",
     });
     server.clear().await?;
     let keys = server.keys();
@@ -74,10 +75,10 @@ pub async fn run(
         progress,
         workers: Vec::new(),
         waits: Vec::new(),
-        depth: None,
+        hold_count: None,
         victim: None,
     };
-    let took = sale.hold(options).await?;
+    let took = sale.run(options).await?;
     let outcome = sale.count(took).await?;
     observer.shutdown().await?;
     Ok(outcome)
@@ -91,7 +92,7 @@ struct Sale<'a> {
     progress: &'a mut Progress,
     workers: Vec<Worker>,
     waits: Vec<Duration>,
-    depth: Option<u64>,
+    hold_count: Option<u64>,
     victim: Option<Victim>,
 }
 
@@ -100,7 +101,7 @@ struct Worker {
     /// Killed if the sale is dropped.
     process: Child,
     stdin: ChildStdin,
-    /// Its id as a client of the lock, once it is connected.
+    /// The id of its lock client, once it is connected.
     client: Option<String>,
     ended: bool,
 }
@@ -113,19 +114,19 @@ struct Victim {
     pause: Option<Duration>,
 }
 
-/// What has been sold and what is left, by the server's word.
+/// The number of orders and the stock on the server.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct State {
     sold: u64,
     left: u64,
 }
 
-/// From a worker: a report, or the end of its output.
+/// A worker's index, and a line of its output, or `None` at its end.
 type Line = (usize, Option<String>);
 
 impl Sale<'_> {
-    /// Holds the sale, and tells how long it took.
-    async fn hold(&mut self, options: &Options) -> Result<Duration, Failure> {
+    /// Runs the sale, and returns how long it took.
+    async fn run(&mut self, options: &Options) -> Result<Duration, Failure> {
         let (lines, mut incoming) = mpsc::unbounded_channel();
         for number in 1..=options.workers {
             let worker = self.start_worker(number, options, &lines)?;
@@ -134,8 +135,8 @@ impl Sale<'_> {
         let mut begun = Instant::now();
         let mut seen = None;
         let mut changed = Instant::now();
-        let mut look = tokio::time::interval(LOOK);
-        look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut poll = tokio::time::interval(POLL);
+        poll.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         while self.workers.iter().any(|worker| !worker.ended) {
             tokio::select! {
                 Some((worker, line)) = incoming.recv() => {
@@ -144,12 +145,13 @@ impl Sale<'_> {
                     if ready && self.workers.iter().all(|worker| worker.client.is_some()) {
                         begun = Instant::now();
                         for worker in &mut self.workers {
-                            // An error means that it has ended; the end of its output tells so.
+                            // An error means that the worker has ended, which the end of its output
+                            // reports.
                             let _ = worker.stdin.write_all(b"start\n").await;
                         }
                     }
                 }
-                _ = look.tick() => {
+                _ = poll.tick() => {
                     let state = self.state().await?;
                     if seen.replace(state) != Some(state) {
                         changed = Instant::now();
@@ -159,8 +161,8 @@ impl Sale<'_> {
                     self.progress.draw(|| pausing.unwrap_or_else(|| state.describe(protection, stock, begun.elapsed())));
                 }
             }
-            if changed.elapsed() > PATIENCE {
-                return Err(format!("nothing has happened for {PATIENCE:?}").into());
+            if changed.elapsed() > STALL_LIMIT {
+                return Err(format!("nothing has changed for {STALL_LIMIT:?}").into());
             }
         }
         let took = begun.elapsed();
@@ -176,14 +178,14 @@ impl Sale<'_> {
         options: &Options,
         lines: &mpsc::UnboundedSender<Line>,
     ) -> Result<Worker, Failure> {
-        let dies = self.protection == Protection::Lock && number == VICTIM;
+        let is_victim = self.protection == Protection::Lock && number == VICTIM;
         let job = Job {
             worker: number,
             protection: self.protection,
             prefix: self.server.prefix().to_owned(),
             buyers: options.buyers,
             think: options.think,
-            stop_at: dies.then_some(options.stock / 2),
+            stop_at: is_victim.then_some(options.stock / 2),
         };
         let mut process = Command::new(std::env::current_exe()?)
             .args(job.to_args())
@@ -191,7 +193,7 @@ impl Sale<'_> {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
-            // Ctrl-C is for the demo, which then stops the workers.
+            // In a group of its own, since Ctrl-C must end the demo only, which stops the workers.
             .process_group(0)
             .spawn()?;
         let (Some(stdin), Some(stdout)) = (process.stdin.take(), process.stdout.take()) else {
@@ -201,7 +203,7 @@ impl Sale<'_> {
         let lines = lines.clone();
         tokio::spawn(async move {
             let mut output = BufReader::new(stdout).lines();
-            // An error of the channel means that the sale is over.
+            // An error of the channel means that the sale has ended.
             while let Ok(Some(line)) = output.next_line().await {
                 let _ = lines.send((index, Some(line)));
             }
@@ -216,7 +218,7 @@ impl Sale<'_> {
         })
     }
 
-    /// Takes in what a worker says.
+    /// Processes a line of a worker's output.
     async fn take(
         &mut self,
         index: usize,
@@ -232,24 +234,24 @@ impl Sale<'_> {
             return Ok(None);
         };
         let report = Report::parse(&line)
-            .ok_or_else(|| format!("worker {} said {line:?}", worker.number))?;
+            .ok_or_else(|| format!("worker {} printed {line:?}", worker.number))?;
         match &report {
             Report::Ready(client) => worker.client = Some(client.clone()),
             Report::Waited(wait) => self.waits.push(*wait),
-            Report::Depth(depth) => self.depth = self.depth.max(Some(*depth)),
+            Report::HoldCount(count) => self.hold_count = self.hold_count.max(Some(*count)),
             Report::Holding if self.victim.is_none() => self.kill(index).await?,
             Report::Holding => {}
-            Report::Trouble(text) => {
+            Report::Error(text) => {
                 let text = format!("worker {}: {text}", worker.number);
                 self.progress.note(&text);
             }
-            // The end of its output follows when its process has ended.
+            // The end of the output follows when the process has ended.
             Report::Done => {}
         }
         Ok(Some(report))
     }
 
-    /// Kills a worker that holds the lock, if the server says so, too.
+    /// Kills a worker that has reported that it holds the lock, if the server confirms it.
     async fn kill(&mut self, index: usize) -> Result<(), Failure> {
         let info = self.lock.inspect().await?;
         let worker = &mut self.workers[index];
@@ -259,15 +261,15 @@ impl Sale<'_> {
             .as_ref()
             .is_some_and(|client| owner.starts_with(client.as_str()))
         {
-            // On a machine that stood still: the worker sees the loss, and tries again.
+            // The machine was suspended or overloaded. The worker notices the loss and tries again.
             let text = format!(
-                "Worker {} has lost the lock before it could be killed.",
+                "Worker {} lost the lock before it could be killed.",
                 worker.number
             );
             self.progress.note(&text);
             return Ok(());
         }
-        // SIGKILL: it has no chance to release anything.
+        // With SIGKILL the worker cannot release the lock.
         worker.process.start_kill()?;
         let killed = Instant::now();
         worker.process.wait().await?;
@@ -279,7 +281,7 @@ impl Sale<'_> {
             count(state.left)
         ));
         self.progress.note(&format!(
-            "Nobody renews its lease any more, which frees the lock in at most {} s.",
+            "Its lease is not renewed any more, so the lock becomes free in at most {} s.",
             WATCHDOG_TIMEOUT.as_secs()
         ));
         self.victim = Some(Victim {
@@ -290,7 +292,7 @@ impl Sale<'_> {
         Ok(())
     }
 
-    /// While the dead worker's lease lasts: how long that will be.
+    /// The progress text while the killed worker's lease lasts; `None` at any other time.
     async fn watch_pause(&mut self) -> Result<Option<String>, Failure> {
         let Some(victim) = self.victim.as_mut().filter(|victim| victim.pause.is_none()) else {
             return Ok(None);
@@ -299,7 +301,7 @@ impl Sale<'_> {
         if let Some(info) = info.filter(|info| info.owner == victim.owner) {
             let ttl = info.ttl.unwrap_or_default();
             return Ok(Some(format!(
-                "Waiting for the dead worker's lease: {} to go.",
+                "Waiting for the killed worker's lease: it expires in {}.",
                 time(ttl)
             )));
         }
@@ -319,17 +321,17 @@ impl Sale<'_> {
         Ok(State { sold, left })
     }
 
-    /// Counts what the server has at the end.
+    /// Counts the orders on the server at the end.
     async fn count(&mut self, took: Duration) -> Result<Outcome, Failure> {
-        const AT_ONCE: isize = 10_000;
+        const CHUNK: isize = 10_000;
         let State { sold, left } = self.state().await?;
         let orders = self.server.keys().orders;
         let mut per_item: HashMap<String, u64> = HashMap::new();
-        for from in (0..sold as isize).step_by(AT_ONCE as usize) {
+        for from in (0..sold as isize).step_by(CHUNK as usize) {
             let part: Vec<String> = self
                 .server
                 .connection()
-                .lrange(&orders, from, from + AT_ONCE - 1)
+                .lrange(&orders, from, from + CHUNK - 1)
                 .await?;
             for order in part {
                 let item = order.split(' ').next().unwrap_or_default();
@@ -345,7 +347,7 @@ impl Sale<'_> {
             most_for_one_item: per_item.values().copied().max().unwrap_or(0),
             took,
             waits: std::mem::take(&mut self.waits),
-            depth: self.depth,
+            hold_count: self.hold_count,
             killed: self.victim.take().map(|victim| Killed {
                 pause: victim.pause.unwrap_or_default(),
             }),
@@ -362,7 +364,7 @@ impl State {
         let left = if protection.locks() {
             "left"
         } else {
-            "left, says the stock"
+            "left by the stock"
         };
         format!(
             "{bar} {} sold, {} {left}, {:.1} s{warning}",
@@ -374,18 +376,18 @@ impl State {
 }
 
 impl Outcome {
-    /// How many more were sold than there were.
+    /// How many more items were sold than the stock had.
     pub fn oversold(&self) -> u64 {
         self.sold.saturating_sub(self.stock)
     }
 
-    /// How often the lock passed to another owner. Each acquisition is an owner of its own; the
-    /// first one's lock came from nobody, and an inner acquisition is no handover, as it re-enters.
+    /// How often the lock passed from one owner to another. Each outer acquisition has a new owner;
+    /// the first one found the lock free, and a nested acquisition re-enters.
     pub fn handovers(&self) -> u64 {
         (self.waits.len() as u64).saturating_sub(1)
     }
 
-    /// The rate over the time of the sale, without the pause after a kill.
+    /// The rate during the sale, without the pause after a kill.
     pub fn per_second(&self, number: u64) -> u64 {
         let pause = self
             .killed
@@ -395,7 +397,7 @@ impl Outcome {
         (number as f64 / self.took.saturating_sub(pause).as_secs_f64().max(1e-3)) as u64
     }
 
-    /// What a sale under the lock must not show.
+    /// What went wrong in a sale with a lock.
     pub fn faults(&self) -> Vec<String> {
         let name = self.protection.name();
         let mut faults = Vec::new();
@@ -414,7 +416,8 @@ impl Outcome {
         if self.protection == Protection::Lock && self.killed.is_none() {
             faults.push(format!("{name}: no worker was killed"));
         }
-        if self.protection == Protection::Reentrant && self.depth.is_none_or(|depth| depth < 2) {
+        if self.protection == Protection::Reentrant && self.hold_count.is_none_or(|count| count < 2)
+        {
             faults.push(format!("{name}: nothing re-entered"));
         }
         faults

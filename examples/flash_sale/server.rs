@@ -15,22 +15,21 @@ use tempfile::TempDir;
 use crate::Failure;
 use crate::shop::Keys;
 
-/// How long a server may take to answer.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// The limit for connecting to a server.
+const CONNECT_LIMIT: Duration = Duration::from_secs(10);
 
 const NO_SERVER: &str = "\
 no Redis or Valkey server was found.
 
     make demo                      finds or installs a server, and starts it for this run
-    REDIS_URL=redis://host:port    uses a server that runs already
+    REDIS_URL=redis://host:port    uses a running server
     REDIS_SERVER=/path/to/binary   starts that redis-server or valkey-server for this run";
 
 /// A connection for the sale's data.
 pub async fn connect(client: &Client) -> RedisResult<MultiplexedConnection> {
-    // On a busy machine a late answer is better than none; the lock's lease says when a buyer has
-    // to stop.
+    // The timeout is long for busy machines: the lock stops a buyer whose lease has expired.
     let config = AsyncConnectionConfig::new()
-        .set_connection_timeout(Some(PATIENCE))
+        .set_connection_timeout(Some(CONNECT_LIMIT))
         .set_response_timeout(Some(Duration::from_secs(30)));
     client
         .get_multiplexed_async_connection_with_config(&config)
@@ -59,7 +58,7 @@ impl Server {
         &self.url
     }
 
-    /// What every key begins with.
+    /// The prefix of every key.
     pub fn prefix(&self) -> &str {
         &self.prefix
     }
@@ -72,15 +71,15 @@ impl Server {
         self.connection.clone()
     }
 
-    /// What it is and where, without any password.
+    /// The server's address and version, without a password.
     pub fn description(&self) -> &str {
         &self.description
     }
 
-    /// Removes all that a sale has stored.
+    /// Removes the keys of a sale.
     pub async fn clear(&self) -> Result<(), Failure> {
         let mut connection = self.connection();
-        // More than once, since the last command of a killed worker may still be on its way.
+        // Repeated, since the last command of a killed worker may arrive late.
         for _ in 0..50 {
             let removed: u64 = redis::cmd("DEL")
                 .arg(&self.keys().all())
@@ -94,7 +93,7 @@ impl Server {
         Err(format!("{} is still being written", self.keys().stock).into())
     }
 
-    /// A server that is not ours: only our own keys are touched.
+    /// Connects to the server at this URL. The keys of the run have a unique prefix.
     async fn named(url: String) -> Result<Self, Failure> {
         let client =
             Client::open(url.as_str()).map_err(|problem| format!("REDIS_URL: {problem}"))?;
@@ -107,7 +106,7 @@ impl Server {
             .map(|info| info.version)
             .unwrap_or_default();
         let run = uuid::Uuid::new_v4().simple().to_string();
-        // In braces, so that all keys of a run are in one slot.
+        // The braces are a hash tag, which puts all keys of a run into one slot.
         let prefix = format!("flash_sale:{{{}}}:", &run[..8]);
         let description = format!("{address} (REDIS_URL){version}; keys {prefix}*");
         Ok(Self {
@@ -126,7 +125,7 @@ impl Server {
             let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
             let mut process = Process::start(&binary, port)?;
             let url = format!("redis://127.0.0.1:{port}");
-            match process.answer(&url, begun).await {
+            match process.connected(&url, begun).await {
                 Ok((connection, info)) => {
                     let pid = process.server.id();
                     let description =
@@ -139,9 +138,10 @@ impl Server {
                         _private: Some(process),
                     });
                 }
-                // Another process took the port first.
+                // Another process has taken the port meanwhile.
                 Err(log)
-                    if log.contains("Address already in use") && begun.elapsed() < PATIENCE => {}
+                    if log.contains("Address already in use")
+                        && begun.elapsed() < CONNECT_LIMIT => {}
                 Err(log) => {
                     return Err(format!("{} does not start:\n{log}", binary.display()).into());
                 }
@@ -150,11 +150,11 @@ impl Server {
     }
 }
 
-/// A private server process. Dropping it kills it and removes its folder.
+/// A private server process. Dropping it kills the server and removes its folder.
 struct Process {
     server: Child,
-    /// Does the same when this process is killed before it could.
-    caretaker: Child,
+    /// Kills the server and removes its folder if this process is killed.
+    watchdog: Child,
     folder: TempDir,
 }
 
@@ -178,12 +178,12 @@ impl Process {
             .stdin(Stdio::null())
             .stderr(log.try_clone()?)
             .stdout(log)
-            // Ctrl-C is for the demo: it stops the server last.
+            // In a group of its own, since Ctrl-C must end the demo only, which stops the server.
             .process_group(0)
             .spawn()
             .map_err(|problem| format!("{} does not start: {problem}", binary.display()))?;
-        // When this process ends, however it does, the pipe is closed and `read` returns.
-        let caretaker = Command::new("sh")
+        // When this process ends for any reason, the pipe closes and `read` returns.
+        let watchdog = Command::new("sh")
             .args([
                 "-c",
                 r#"trap '' INT TERM HUP; read _; kill -KILL "$0"; rm -rf "$1""#,
@@ -195,10 +195,10 @@ impl Process {
             .stderr(Stdio::null())
             .process_group(0)
             .spawn();
-        match caretaker {
-            Ok(caretaker) => Ok(Self {
+        match watchdog {
+            Ok(watchdog) => Ok(Self {
                 server,
-                caretaker,
+                watchdog,
                 folder,
             }),
             Err(problem) => {
@@ -209,16 +209,16 @@ impl Process {
         }
     }
 
-    /// A connection once it answers; its log if it does not.
-    async fn answer(
+    /// Waits until the server replies, and returns a connection; or the server's log if it does not.
+    async fn connected(
         &mut self,
         url: &str,
         begun: Instant,
     ) -> Result<(MultiplexedConnection, Info), String> {
         let client = Client::open(url).map_err(|problem| problem.to_string())?;
-        while begun.elapsed() < PATIENCE && matches!(self.server.try_wait(), Ok(None)) {
+        while begun.elapsed() < CONNECT_LIMIT && matches!(self.server.try_wait(), Ok(None)) {
             if let Ok(mut connection) = connect(&client).await {
-                // On this port another server may answer.
+                // Another server may use this port: the process id is checked.
                 if let Some(info) = Info::of(&mut connection)
                     .await
                     .filter(|info| info.pid == self.server.id())
@@ -234,16 +234,16 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // The caretaker first: once the server has been waited for, its id may be another's.
-        for child in [&mut self.caretaker, &mut self.server] {
-            // An error means that it has ended already.
+        // The watchdog first: after the server has been waited for, another process may get its id.
+        for child in [&mut self.watchdog, &mut self.server] {
+            // An error means that the process has ended already.
             let _ = child.kill();
             let _ = child.wait();
         }
     }
 }
 
-/// What a server says about itself.
+/// Facts from `INFO server`.
 struct Info {
     /// As in `, Redis 7.0.15`.
     version: String,
@@ -273,7 +273,7 @@ impl Info {
     }
 }
 
-/// `REDIS_SERVER`, or what the PATH has.
+/// The server's binary: `REDIS_SERVER`, or one found in the PATH.
 fn binary() -> Option<PathBuf> {
     if let Some(binary) = std::env::var_os("REDIS_SERVER").filter(|binary| !binary.is_empty()) {
         return Some(binary.into());

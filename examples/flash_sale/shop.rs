@@ -1,4 +1,4 @@
-//! The shop: how a buyer places an order, without a lock and with one.
+//! The shop: how a buyer places an order, without a lock and with a lock.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -10,32 +10,33 @@ use redisson_lock::{LockClient, Owner, ReentrantLock};
 use crate::Failure;
 use crate::reports::Report;
 
-/// How long a lock outlives the process that held it. The default of 30 s would make a long demo.
+/// How long a lock stays held after its process was killed. The default of 30 s would make the demo
+/// long.
 pub const WATCHDOG_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// One for a process is enough, whatever the number of its locks and buyers.
+/// Connects a lock client. One client per process is enough for any number of locks and buyers.
 pub async fn lock_client(url: &str) -> Result<LockClient, Failure> {
-    // By default a reply may take a third of the watchdog timeout. Here the demo continues
-    // even on a very busy machine.
-    let patience = Duration::from_secs(10);
+    // The default is a third of the watchdog timeout. With 10 s the demo also runs on a very busy
+    // machine.
+    let timeout = Duration::from_secs(10);
     let client = LockClient::builder().watchdog_timeout(WATCHDOG_TIMEOUT);
     Ok(client
-        .connect_timeout(patience)
-        .command_timeout(patience)
+        .connect_timeout(timeout)
+        .command_timeout(timeout)
         .connect(url)
         .await?)
 }
 
-/// What keeps two buyers from selling the same item.
+/// How a sale prevents that two buyers sell the same item.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Protection {
     None,
     Lock,
-    /// A lock, and functions that lock again inside it.
+    /// A lock, and nested functions that re-enter it.
     Reentrant,
 }
 
-/// The shop as one worker process sees it.
+/// The shop in one worker process.
 pub struct Shop {
     pub redis: MultiplexedConnection,
     pub lock: ReentrantLock,
@@ -43,11 +44,12 @@ pub struct Shop {
     pub think: Duration,
     /// See [`Job::stop_at`](crate::options::Job::stop_at).
     pub stop_at: Option<u64>,
-    pub depth_told: AtomicBool,
+    /// Whether a buyer has sent [`Report::HoldCount`].
+    pub hold_count_reported: AtomicBool,
 }
 
 impl Shop {
-    /// Sells one item; `false` when nothing is left.
+    /// Sells one item; returns `false` if the stock is 0.
     pub async fn place_order(&self, protection: Protection, buyer: &str) -> Result<bool, Failure> {
         match protection {
             Protection::None => self.place_order_unlocked(buyer).await,
@@ -56,7 +58,7 @@ impl Shop {
         }
     }
 
-    /// Read, think, write back: a buyer that reads while another thinks sells the same item again.
+    /// Reads, thinks, writes back. A buyer that reads while another one thinks sells the same item.
     async fn place_order_unlocked(&self, buyer: &str) -> Result<bool, Failure> {
         let Some(item) = self.next_item().await? else {
             return Ok(false);
@@ -66,15 +68,14 @@ impl Shop {
         Ok(true)
     }
 
-    /// The same under the lock: while one buyer thinks, all others wait, in whatever process they
-    /// are.
+    /// The same under the lock: while one buyer thinks, all other buyers in all processes wait.
     async fn place_order_locked(&self, buyer: &str) -> Result<bool, Failure> {
         let asked = Instant::now();
         self.lock
             .run(async {
                 Report::Waited(asked.elapsed()).send();
                 let item = self.next_item().await?;
-                self.stop_if_told(item).await;
+                self.stop_if_to_be_killed(item).await;
                 let Some(item) = item else { return Ok(false) };
                 tokio::time::sleep(self.think).await;
                 self.write_back(item, buyer).await?;
@@ -83,8 +84,8 @@ impl Shop {
             .await?
     }
 
-    /// The same in steps that lock by themselves, as they are called from elsewhere, too. Inside
-    /// this lock they re-enter: they neither wait nor give it up.
+    /// The same with functions that acquire the lock themselves, since other code calls them, too.
+    /// Inside this lock they re-enter: they do not wait, and their release does not free the lock.
     async fn place_order_reentrant(&self, buyer: &str) -> Result<bool, Failure> {
         let asked = Instant::now();
         self.lock
@@ -102,9 +103,9 @@ impl Shop {
     async fn reserve_stock(&self) -> Result<Option<u64>, Failure> {
         self.lock
             .run(async {
-                if !self.depth_told.swap(true, Ordering::Relaxed) {
-                    let owner = Owner::current().expect("inside run there is one");
-                    Report::Depth(self.lock.hold_count_of(owner).await?).send();
+                if !self.hold_count_reported.swap(true, Ordering::Relaxed) {
+                    let owner = Owner::current().expect("run opens a scope");
+                    Report::HoldCount(self.lock.hold_count_of(owner).await?).send();
                 }
                 let item = self.next_item().await?;
                 tokio::time::sleep(self.think).await;
@@ -117,13 +118,14 @@ impl Shop {
         self.lock.run(self.write_back(item, buyer)).await?
     }
 
-    /// The stock counts down, so what is left is also the number of the item that is sold next.
+    /// The number of the next item. The stock counts down, so it is the stock itself.
     async fn next_item(&self) -> Result<Option<u64>, Failure> {
         let left: i64 = self.redis.clone().get(&self.keys.stock).await?;
         Ok(u64::try_from(left).ok().filter(|item| *item > 0))
     }
 
-    /// Writes the stock and the order in one step: a worker that is killed leaves both or neither.
+    /// Writes the stock and the order in one transaction: a worker that is killed writes both or
+    /// neither.
     async fn write_back(&self, item: u64, buyer: &str) -> Result<(), Failure> {
         redis::pipe()
             .atomic()
@@ -134,8 +136,8 @@ impl Shop {
         Ok(())
     }
 
-    /// Half-way, the victim tells that it has the lock, and stops there until it is killed.
-    async fn stop_if_told(&self, item: Option<u64>) {
+    /// Half-way through the sale, the worker to be killed reports that it holds the lock, and stops.
+    async fn stop_if_to_be_killed(&self, item: Option<u64>) {
         if self
             .stop_at
             .is_some_and(|stop_at| item.unwrap_or(0) <= stop_at)
@@ -162,10 +164,10 @@ impl Protection {
     }
 }
 
-/// The names on the server.
+/// The keys on the server.
 #[derive(Clone)]
 pub struct Keys {
-    /// What is left, a number.
+    /// The stock, a number.
     pub stock: String,
     /// The orders, a list of `ITEM BUYER`.
     pub orders: String,

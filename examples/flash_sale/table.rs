@@ -1,4 +1,4 @@
-//! The table at the end.
+//! The table that the demo prints at the end.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use crate::sale::Outcome;
 
 const NONE: &str = "-";
 
-/// One row a figure, one column a sale, and below what has to be said about the figures.
+/// The table: a row for each figure, a column for each sale, and notes below.
 pub fn render(outcomes: &[Outcome], color: bool) -> String {
     let row = |name: &str, cell: &dyn Fn(&Outcome) -> String| {
         let mut cells = vec![name.to_owned()];
@@ -23,7 +23,7 @@ pub fn render(outcomes: &[Outcome], color: bool) -> String {
         row("oversold", &|o| count(o.oversold())),
         row("most orders for one item", &|o| count(o.most_for_one_item)),
         row("hold count, nested", &|o| {
-            o.depth.map_or(NONE.to_owned(), count)
+            o.hold_count.map_or(NONE.to_owned(), count)
         }),
         row("workers killed", &|o| count(u64::from(o.killed.is_some()))),
         row("time", &|o| time(o.took)),
@@ -74,17 +74,17 @@ pub fn render(outcomes: &[Outcome], color: bool) -> String {
         let pause = time(killed.pause);
         let _ = writeln!(
             text,
-            "\n  The pause of {pause} until the dead worker's lease was over is in that sale's time"
+            "\n  In the sale with the kill, time and waits include the pause of {pause} until the killed"
         );
         let _ = writeln!(
             text,
-            "  and waits, but not in its orders/s and handovers/s."
+            "  worker's lease expired; orders/s and handovers/s do not include it."
         );
     }
     text
 }
 
-/// The time that so many percent of the waits do not exceed.
+/// The time that this percentage of the waits does not exceed.
 fn percentile(waits: &[Duration], percent: usize) -> Option<Duration> {
     let mut waits = waits.to_vec();
     waits.sort_unstable();

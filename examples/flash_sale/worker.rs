@@ -1,4 +1,4 @@
-//! A worker process: connects, waits for the start, and lets its buyers buy until nothing is left.
+//! A worker process: connects, waits for the start, and runs its buyers until the stock is 0.
 
 use std::io::BufRead;
 use std::process::ExitCode;
@@ -15,8 +15,8 @@ use crate::reports::Report;
 use crate::server;
 use crate::shop::{Keys, Protection, Shop, lock_client};
 
-/// How often in a row a buyer may fail.
-const PATIENCE: u32 = 20;
+/// The number of consecutive failures after which a buyer gives up.
+const MAX_FAILURES: u32 = 20;
 
 pub async fn work(job: Job) -> ExitCode {
     match sell(job).await {
@@ -25,7 +25,7 @@ pub async fn work(job: Job) -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(failure) => {
-            Report::Trouble(failure.to_string()).send();
+            Report::Error(failure.to_string()).send();
             ExitCode::FAILURE
         }
     }
@@ -42,7 +42,7 @@ async fn sell(job: Job) -> Result<(), Failure> {
         keys,
         think: job.think,
         stop_at: job.stop_at,
-        depth_told: AtomicBool::new(false),
+        hold_count_reported: AtomicBool::new(false),
     });
     Report::Ready(client.client_id().to_string()).send();
     start.await?;
@@ -62,7 +62,7 @@ async fn sell(job: Job) -> Result<(), Failure> {
     Ok(())
 }
 
-/// One buyer, until nothing is left.
+/// Runs one buyer until the stock is 0.
 async fn buy(shop: Arc<Shop>, protection: Protection, buyer: String) -> Result<(), Failure> {
     let mut failed = 0;
     loop {
@@ -71,28 +71,28 @@ async fn buy(shop: Arc<Shop>, protection: Protection, buyer: String) -> Result<(
             Ok(false) => return Ok(()),
             Err(failure) => {
                 failed += 1;
-                if failed == PATIENCE {
+                if failed == MAX_FAILURES {
                     return Err(failure);
                 }
-                Report::Trouble(failure.to_string()).send();
+                Report::Error(failure.to_string()).send();
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         }
     }
 }
 
-/// The first line on the standard input is the start. Its end means that the demo is gone: then
-/// this process ends.
+/// Completes at the first line on the standard input. The end of the input means that the demo has
+/// ended; then this process ends, too.
 fn start_signal() -> oneshot::Receiver<()> {
     let (start, started) = oneshot::channel();
-    // A thread, as a runtime would not end before its read has ended.
+    // On a thread, since a runtime does not shut down during a blocking read.
     std::thread::spawn(move || {
         let mut start = Some(start);
         for line in std::io::stdin().lock().lines() {
             if line.is_err() {
                 break;
             }
-            // An error means that this worker has failed already.
+            // An error means that this worker has already failed.
             let _ = start.take().map(|start| start.send(()));
         }
         std::process::exit(1);

@@ -1,5 +1,5 @@
-//! The flash-sale example, run as its users run it: what it says, how it ends, and that it leaves
-//! nothing behind.
+//! The flash-sale example, run as a user runs it: its output, its exit status, and that it leaves no
+//! processes, keys or files.
 
 mod recipes;
 #[path = "../../tests/support/server.rs"]
@@ -18,17 +18,17 @@ use nix::unistd::Pid;
 use server::{Server, wait_until};
 use tempfile::TempDir;
 
-/// Far more than a small sale takes, the pause of 2 s after the kill included.
+/// The limit for a small sale, including the pause of 2 s after the kill.
 const LIMIT: Duration = Duration::from_secs(90);
 
 const STOCK: u64 = 100;
 const SMALL: [&str; 6] = ["--stock", "100", "--workers", "3", "--buyers", "4"];
 
-/// Printed when the sale is half-way, and the lock stays out of reach for some 2 s from then on.
+/// Printed half-way through the second sale; the lock then stays held for about 2 s.
 const KILLED: &str = "was killed while it held the lock";
 
 #[test]
-fn on_a_private_server_the_locked_sales_sell_exactly_the_stock() {
+fn locked_sale_on_private_server_sells_exactly_the_stock() {
     let home = TempDir::new().expect("a temporary folder");
     let mut demo = Demo::start(private(&home).args(SMALL));
     let (_, server) = demo.private_server();
@@ -55,12 +55,12 @@ fn on_a_private_server_the_locked_sales_sell_exactly_the_stock() {
         line(&output, "hold count, nested").ends_with(" 2"),
         "{output}"
     );
-    let said = between(
+    let printed = between(
         &output,
         "Without a lock ",
         " items that do not exist were sold. With it: 0,",
     );
-    assert_eq!(said, (unlocked - STOCK) as f64, "{output}");
+    assert_eq!(printed, (unlocked - STOCK) as f64, "{output}");
 
     let half = between(&output, &format!("{KILLED}, with "), " left");
     assert!((0.0..=STOCK as f64 / 2.0).contains(&half), "{output}");
@@ -72,7 +72,7 @@ fn on_a_private_server_the_locked_sales_sell_exactly_the_stock() {
 }
 
 #[test]
-fn a_named_server_keeps_what_it_had_and_nothing_else() {
+fn named_server_keeps_only_its_own_keys() {
     let server = Server::builder().password("hunter2").start();
     let mut redis = server.connection();
     let theirs = [
@@ -97,13 +97,13 @@ fn a_named_server_keeps_what_it_had_and_nothing_else() {
         let found: String = redis::cmd("GET").arg(key).query(&mut redis).expect("GET");
         assert_eq!(found, value, "{key}");
     }
-    wait_until("nobody is connected any more", LIMIT, || {
+    wait_until("all clients have disconnected", LIMIT, || {
         clients(&mut redis) == 1
     });
 }
 
 #[test]
-fn a_locked_sale_that_went_wrong_is_reported() {
+fn failed_locked_sale_is_reported() {
     let server = Server::start();
     let mut redis = server.connection();
     let mut demo = Demo::start(named(&server).args(SMALL));
@@ -114,7 +114,7 @@ fn a_locked_sale_that_went_wrong_is_reported() {
         .expect("the orders");
     redis::cmd("RPUSH")
         .arg(orders)
-        .arg("1 stranger")
+        .arg("1 another-buyer")
         .exec(&mut redis)
         .expect("RPUSH");
 
@@ -132,7 +132,7 @@ fn a_locked_sale_that_went_wrong_is_reported() {
 }
 
 #[test]
-fn an_interrupted_demo_cleans_up() {
+fn interrupted_demo_cleans_up() {
     let server = Server::start();
     let mut redis = server.connection();
     let home = TempDir::new().expect("a temporary folder");
@@ -151,7 +151,7 @@ fn an_interrupted_demo_cleans_up() {
         assert!(output.contains("Interrupted"), "{output}");
     }
     assert_eq!(keys(&mut redis), [""; 0]);
-    wait_until("nobody is connected any more", LIMIT, || {
+    wait_until("all clients have disconnected", LIMIT, || {
         clients(&mut redis) == 1
     });
     assert_gone(private);
@@ -159,7 +159,7 @@ fn an_interrupted_demo_cleans_up() {
 }
 
 #[test]
-fn what_a_killed_demo_has_started_ends() {
+fn killed_demo_leaves_no_processes() {
     let server = Server::start();
     let mut redis = server.connection();
     let home = TempDir::new().expect("a temporary folder");
@@ -171,17 +171,17 @@ fn what_a_killed_demo_has_started_ends() {
         demo.signal(Signal::SIGKILL);
         demo.ended();
     }
-    wait_until("the workers are gone", LIMIT, || clients(&mut redis) == 1);
-    // Its process id stays where nobody buries orphans.
-    wait_until("the private server is gone", LIMIT, || {
+    wait_until("the workers have ended", LIMIT, || clients(&mut redis) == 1);
+    // By its port: where no process reaps orphans, the process id stays.
+    wait_until("the private server has ended", LIMIT, || {
         TcpStream::connect(&address).is_err()
     });
-    wait_until("its folder is gone", LIMIT, || is_empty(&home));
+    wait_until("its folder is removed", LIMIT, || is_empty(&home));
 }
 
 #[test]
-fn a_bad_option_is_refused() {
-    for (args, words) in [
+fn invalid_option_is_refused() {
+    for (args, expected) in [
         (&["--stok", "5"][..], r#"unknown option "--stok""#),
         (&["--stock"], "--stock needs a number"),
         (
@@ -197,9 +197,9 @@ fn a_bad_option_is_refused() {
         (&["5"], r#"unknown option "5""#),
     ] {
         let output = example().args(args).output().expect("the example's output");
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{args:?}: {said}");
-        assert!(said.contains(words), "{args:?}: {said}");
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {errors}");
+        assert!(errors.contains(expected), "{args:?}: {errors}");
         assert!(output.stdout.is_empty(), "{args:?}");
     }
     let help = example()
@@ -221,37 +221,37 @@ fn a_bad_option_is_refused() {
 }
 
 #[test]
-fn without_a_server_it_says_what_to_do() {
+fn missing_server_is_reported_with_instructions() {
     let nowhere = TempDir::new().expect("a temporary folder");
     let none = example()
         .env("PATH", nowhere.path())
         .output()
         .expect("the example's output");
-    let said = String::from_utf8_lossy(&none.stderr);
-    assert_eq!(none.status.code(), Some(1), "{said}");
+    let errors = String::from_utf8_lossy(&none.stderr);
+    assert_eq!(none.status.code(), Some(1), "{errors}");
     assert!(
-        said.contains("make demo") && said.contains("REDIS_URL="),
-        "{said}"
+        errors.contains("make demo") && errors.contains("REDIS_URL="),
+        "{errors}"
     );
 
-    // Port 1 is nobody's.
+    // No server listens on port 1.
     let unreachable = example()
         .env("REDIS_URL", "redis://:hunter2@127.0.0.1:1")
         .output()
         .expect("the example's output");
-    let said = String::from_utf8_lossy(&unreachable.stderr);
-    assert_eq!(unreachable.status.code(), Some(1), "{said}");
+    let errors = String::from_utf8_lossy(&unreachable.stderr);
+    assert_eq!(unreachable.status.code(), Some(1), "{errors}");
     assert!(
-        said.contains("REDIS_URL: no connection to 127.0.0.1:1") && !said.contains("hunter2"),
-        "{said}"
+        errors.contains("REDIS_URL: no connection to 127.0.0.1:1") && !errors.contains("hunter2"),
+        "{errors}"
     );
 }
 
-/// A running demo, and what it has said so far. Dropping it kills it.
+/// A running demo, and its output so far. Dropping it kills the process.
 struct Demo {
     process: Child,
     lines: Receiver<String>,
-    said: Vec<String>,
+    printed: Vec<String>,
     errors: Option<JoinHandle<String>>,
 }
 
@@ -267,7 +267,7 @@ impl Demo {
         let (sender, lines) = channel();
         std::thread::spawn(move || {
             for line in stdout.lines().map_while(Result::ok) {
-                // An error means that nobody wants to know any more.
+                // An error means that the test has dropped the demo.
                 let _ = sender.send(line);
             }
         });
@@ -279,12 +279,12 @@ impl Demo {
         Self {
             process,
             lines,
-            said: Vec::new(),
+            printed: Vec::new(),
             errors: Some(errors),
         }
     }
 
-    /// Reads on until a line contains these words.
+    /// Reads lines until one contains these words, and returns it.
     #[track_caller]
     fn until(&mut self, words: &str) -> String {
         let deadline = Instant::now() + LIMIT;
@@ -294,12 +294,15 @@ impl Demo {
                 .recv_timeout(deadline.saturating_duration_since(Instant::now()))
             {
                 Ok(line) => {
-                    self.said.push(line.clone());
+                    self.printed.push(line.clone());
                     if line.contains(words) {
                         return line;
                     }
                 }
-                Err(why) => panic!("it never said {words:?} ({why}):\n{}", self.said.join("\n")),
+                Err(error) => panic!(
+                    "the demo did not print {words:?} ({error}):\n{}",
+                    self.printed.join("\n")
+                ),
             }
         }
     }
@@ -326,7 +329,7 @@ impl Demo {
         kill(pid, signal).expect("a signal");
     }
 
-    /// Waits for its end, and for the end of its output.
+    /// Waits for the end of the output and of the process.
     #[track_caller]
     fn ended(&mut self) -> ExitStatus {
         let deadline = Instant::now() + LIMIT;
@@ -335,36 +338,36 @@ impl Demo {
                 .lines
                 .recv_timeout(deadline.saturating_duration_since(Instant::now()))
             {
-                Ok(line) => self.said.push(line),
+                Ok(line) => self.printed.push(line),
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {
-                    panic!("it does not end:\n{}", self.said.join("\n"))
+                    panic!("the demo does not end:\n{}", self.printed.join("\n"))
                 }
             }
         }
-        self.process.wait().expect("its end")
+        self.process.wait().expect("the process's end")
     }
 
-    /// All that it has said, errors last. To be asked for once it has ended.
+    /// The whole output of an ended demo, errors last.
     fn output(&mut self) -> String {
         let errors = self
             .errors
             .take()
             .map(|errors| errors.join().expect("its errors"))
             .unwrap_or_default();
-        format!("{}\n{errors}", self.said.join("\n"))
+        format!("{}\n{errors}", self.printed.join("\n"))
     }
 }
 
 impl Drop for Demo {
     fn drop(&mut self) {
-        // An error means that it has ended already.
+        // An error means that the process has ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
-/// The example, without a server.
+/// The example without a server.
 fn example() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_flash_sale"));
     command
@@ -374,7 +377,7 @@ fn example() -> Command {
     command
 }
 
-/// The example on a private server, which keeps its data in this folder.
+/// The example with a private server, which keeps its data in this folder.
 fn private(home: &TempDir) -> Command {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../.ci/redis-server");
     let found = Command::new("bash")
@@ -402,7 +405,7 @@ fn named(server: &Server) -> Command {
     command
 }
 
-/// The line of the table with this name.
+/// The row of the table with this name.
 #[track_caller]
 fn line<'a>(output: &'a str, name: &str) -> &'a str {
     let found = output
@@ -411,7 +414,7 @@ fn line<'a>(output: &'a str, name: &str) -> &'a str {
     found.unwrap_or_else(|| panic!("no row {name:?}:\n{output}"))
 }
 
-/// The figures of the three sales in that line.
+/// The figures of the three sales in the row with this name.
 #[track_caller]
 fn row(output: &str, name: &str) -> [u64; 3] {
     let line = line(output, name);
@@ -443,7 +446,7 @@ fn keys(redis: &mut redis::Connection) -> Vec<String> {
     redis::cmd("KEYS").arg("*").query(redis).expect("KEYS")
 }
 
-/// How many are connected, this one included.
+/// The number of connections to the server, including this one.
 fn clients(redis: &mut redis::Connection) -> usize {
     let list: String = redis::cmd("CLIENT")
         .arg("LIST")
@@ -457,7 +460,7 @@ fn assert_gone(process: Pid) {
     assert_eq!(
         kill(process, None),
         Err(Errno::ESRCH),
-        "process {process} is still there"
+        "process {process} has not ended"
     );
 }
 
