@@ -262,8 +262,8 @@ impl Pair {
     }
 }
 
-/// One client of the lock, in this process or another. It executes commands of one word, and replies
-/// with a word and a number.
+/// One client of the lock, in this process or another. It executes commands of one word, and
+/// replies with a word and a number.
 struct Peer {
     commands: UnboundedSender<String>,
     replies: mpsc::Receiver<(String, u64)>,

@@ -104,7 +104,8 @@ impl fmt::Display for ClientId {
 ///
 /// | function | owner of the scope |
 /// |---|---|
-/// | [`ReentrantLock::run`](crate::ReentrantLock::run), [`LockGuard::run`](crate::LockGuard::run) | the owner of the hold |
+/// | [`ReentrantLock::run`](crate::ReentrantLock::run) | the owner of the acquired hold |
+/// | [`LockGuard::run`](crate::LockGuard::run) | the owner of the guard's hold |
 /// | [`Owner::scope`] | a new owner |
 /// | [`OwnerExt::with_owner`] | the owner that is passed |
 ///

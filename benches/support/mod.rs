@@ -109,8 +109,8 @@ pub fn load(connection: &mut redis::Connection, text: &str) -> String {
         .expect("a SHA-1")
 }
 
-/// A number from `INFO` by its section and name, as in `("commandstats", "cmdstat_evalsha:calls=")`;
-/// 0 if it is missing.
+/// A number from `INFO`, such as `cmdstat_evalsha:calls=` in the section `commandstats`; 0 if it is
+/// missing.
 pub fn info(connection: &mut redis::Connection, section: &str, name: &str) -> u64 {
     let info: String = redis::cmd("INFO")
         .arg(section)

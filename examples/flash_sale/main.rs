@@ -6,8 +6,8 @@
 //! prints a table; its exit status is not 0 if a sale with a lock failed.
 //!
 //! `make demo` starts it with a private server, unless `REDIS_URL` names one; `make demo
-//! ARGS=--help` lists the options. `shop.rs` shows how a buyer locks; the other files start, observe
-//! and report the sales.
+//! ARGS=--help` lists the options. `shop.rs` shows how a buyer locks; the other files start,
+//! observe and report the sales.
 
 mod options;
 mod progress;

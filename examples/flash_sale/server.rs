@@ -209,7 +209,8 @@ impl Process {
         }
     }
 
-    /// Waits until the server replies, and returns a connection; or the server's log if it does not.
+    /// Waits until the server replies, and returns a connection; or the server's log if it does
+    /// not.
     async fn connected(
         &mut self,
         url: &str,

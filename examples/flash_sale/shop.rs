@@ -136,7 +136,8 @@ impl Shop {
         Ok(())
     }
 
-    /// Half-way through the sale, the worker to be killed reports that it holds the lock, and stops.
+    /// Half-way through the sale, the worker to be killed reports that it holds the lock, and
+    /// stops.
     async fn stop_if_to_be_killed(&self, item: Option<u64>) {
         if self
             .stop_at

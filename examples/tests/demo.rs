@@ -1,5 +1,5 @@
-//! The flash-sale example, run as a user runs it: its output, its exit status, and that it leaves no
-//! processes, keys or files.
+//! The flash-sale example, run as a user runs it: its output, its exit status, and that it leaves
+//! no processes, keys or files.
 
 mod recipes;
 #[path = "../../tests/support/server.rs"]

@@ -24,12 +24,12 @@ use crate::stats::Counters;
 /// The connection for calls. The link replaces it when it is lost or not trusted any more.
 ///
 /// The protocol matches replies to calls by their order only, so after a missing reply each later
-/// reply may belong to another call. Therefore each script echoes a ticket that proves to which call
-/// its reply belongs, and the link replaces the connection after a timeout or a wrong ticket.
+/// reply may belong to another call. Therefore each script echoes a ticket that proves to which
+/// call its reply belongs, and the link replaces the connection after a timeout or a wrong ticket.
 ///
 /// A call that was sent on the old connection may still be on its way, and would run when it
-/// arrives: a late copy of a release would release the owner's next hold. So the link fences the old
-/// connection: on the new one it first has the server close the old one (`CLIENT KILL`,
+/// arrives: a late copy of a release would release the owner's next hold. So the link fences the
+/// old connection: on the new one it first has the server close the old one (`CLIENT KILL`,
 /// <https://redis.io/docs/latest/commands/client-kill/>). Only then it sends calls, including
 /// repeats of calls with an unknown outcome.
 pub(crate) struct Link {

@@ -45,10 +45,9 @@ pub(crate) enum Subscribed {
 
 /// A connection for subscriptions only. It runs one operation at a time.
 ///
-/// The client library completes SUBSCRIBE before the server replies, and hands a refusal to the next
-/// call. So each subscription is confirmed by the number of channels that the server counts for this
-/// connection (`CLIENT INFO`,
-/// <https://redis.io/docs/latest/commands/client-info/>).
+/// The client library completes SUBSCRIBE before the server replies, and hands a refusal to the
+/// next call. So each subscription is confirmed by the number of channels that the server counts
+/// for this connection (`CLIENT INFO`, <https://redis.io/docs/latest/commands/client-info/>).
 pub(crate) struct PubSub {
     settings: Settings,
     connection: Connection,
@@ -208,8 +207,8 @@ impl PubSub {
         }
     }
 
-    /// Sends PINGs until the reply to one of them arrives: then every earlier reply has been read. A
-    /// server that is busy with a script refuses PING; this waits until it is idle.
+    /// Sends PINGs until the reply to one of them arrives: then every earlier reply has been read.
+    /// A server that is busy with a script refuses PING; this waits until it is idle.
     async fn drain_replies(&mut self) -> Result<(), ()> {
         const TRIES: usize = 4;
         const PAUSE: Duration = Duration::from_millis(100);

@@ -1,4 +1,5 @@
-//! The reference model of a reentrant lock with leases: the server's state and each client's record.
+//! The reference model of a reentrant lock with leases: the server's state and each client's
+//! record.
 //!
 //! The model does not use the library. Times are ranges, since a caller knows only two moments
 //! between which a script ran.

@@ -310,8 +310,8 @@ impl PeerThread {
         Ok(())
     }
 
-    /// `RLock.tryLock(wait)`, or `RLock.tryLock(wait, lease)`, whose lease is not renewed. The limit
-    /// of the call is added to `wait`.
+    /// `RLock.tryLock(wait)`, or `RLock.tryLock(wait, lease)`, whose lease is not renewed. The
+    /// limit of the call is added to `wait`.
     pub async fn try_lock(
         &self,
         name: &str,
@@ -325,8 +325,8 @@ impl PeerThread {
             .typed(Value::as_bool)
     }
 
-    /// `RLock.unlock()`: an `IllegalMonitorStateException` if this thread is not the owner. In 3.8.1
-    /// unlocking a free lock succeeds.
+    /// `RLock.unlock()`: an `IllegalMonitorStateException` if this thread is not the owner. In
+    /// 3.8.1 unlocking a free lock succeeds.
     pub async fn unlock(&self, name: &str) -> Result<(), PeerError> {
         self.call("unlock", json!({ "name": name })).await?;
         Ok(())
@@ -349,8 +349,8 @@ impl PeerThread {
             .typed(Value::as_bool)
     }
 
-    /// `RLock.isHeldByThread(id)`: whether that thread of this client holds the lock. 3.8.1 does not
-    /// have the method; there the peer reads the lock's field.
+    /// `RLock.isHeldByThread(id)`: whether that thread of this client holds the lock. 3.8.1 does
+    /// not have the method; there the peer reads the lock's field.
     pub async fn is_held_by(&self, name: &str, thread_id: i64) -> Result<bool, PeerError> {
         let fields = json!({ "name": name, "threadId": thread_id });
         self.call("isHeldByThread", fields)
@@ -378,8 +378,8 @@ impl PeerThread {
     }
 
     /// Interrupts the thread's current call. A `tryLock` then fails with an `InterruptedException`.
-    /// A `lock` continues to wait, except in 3.8.1, where it returns without the lock and without an
-    /// error. Returns false, without effect, if the thread has no current call.
+    /// A `lock` continues to wait, except in 3.8.1, where it returns without the lock and without
+    /// an error. Returns false, without effect, if the thread has no current call.
     pub async fn interrupt(&self) -> Result<bool, PeerError> {
         self.call("interrupt", json!({}))
             .await?

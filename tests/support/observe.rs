@@ -1,4 +1,5 @@
-//! Observation of a lock and its server by an independent connection, and of guards by their losses.
+//! Observation of a lock and its server by an independent connection, and of guards by their
+//! losses.
 
 // Each test binary includes this module and uses a part of it.
 #![allow(dead_code)]

@@ -104,8 +104,8 @@ impl Drop for Worker {
     }
 }
 
-/// The role of this process; `None` if it is not a worker. From this call on, a worker ends when the
-/// process that started it ends.
+/// The role of this process; `None` if it is not a worker. From this call on, a worker ends when
+/// the process that started it ends.
 pub fn role() -> Option<String> {
     let role = std::env::var(ROLE).ok()?;
     std::thread::spawn(|| {

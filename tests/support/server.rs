@@ -34,7 +34,8 @@ const START_LIMIT: Duration = Duration::from_secs(10);
 /// The time after which a server that does not stop is killed.
 const STOP_LIMIT: Duration = Duration::from_secs(5);
 
-/// The reply timeout of observing connections. With a paused server a test fails instead of hanging.
+/// The reply timeout of observing connections. With a paused server a test fails instead of
+/// hanging.
 const REPLY_LIMIT: Duration = Duration::from_secs(10);
 
 /// The pause between two checks of a condition.
@@ -210,8 +211,8 @@ impl Server {
         }
     }
 
-    /// Stops the process with SIGSTOP, and waits until it has stopped. Its connections stay open; it
-    /// sends no replies.
+    /// Stops the process with SIGSTOP, and waits until it has stopped. Its connections stay open;
+    /// it sends no replies.
     #[track_caller]
     pub fn pause(&self) {
         let pid = self.running("pause").pid();

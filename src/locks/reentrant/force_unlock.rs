@@ -107,8 +107,8 @@ fn lose_all(core: &Arc<Core>, keys: &Keys, is_selected: impl Fn(&Lease) -> bool)
     }
 }
 
-/// Sends the call that frees the lock if that owner holds it; an empty owner stands for any. Returns
-/// whether the call freed the lock, and whether an earlier copy of it may have done so.
+/// Sends the call that frees the lock if that owner holds it; an empty owner stands for any.
+/// Returns whether the call freed the lock, and whether an earlier copy of it may have done so.
 async fn send(core: &Core, keys: &Keys, owner: Bytes) -> Result<(bool, bool), Error> {
     let lock = keys.display();
     // A call that names no owner must not run twice.
