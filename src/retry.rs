@@ -7,7 +7,7 @@ use tokio::time::{Instant, sleep};
 const FIRST: Duration = Duration::from_millis(10);
 pub(crate) const LONGEST: Duration = Duration::from_millis(250);
 
-/// Pauses that grow from 10 ms to 250 ms, until a time limit that starts with [`Patience::new`].
+/// Pauses that grow to at most 250 ms, until a time limit that starts with [`Patience::new`].
 #[derive(Debug)]
 pub(crate) struct Patience {
     /// `None` if the clock cannot represent that moment: no limit.

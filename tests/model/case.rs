@@ -201,7 +201,7 @@ impl<'a> Case<'a> {
             Lease::Watchdog => None,
             Lease::HalfAnHour => Some(WATCHDOG / 2),
             Lease::TwoHours => Some(2 * WATCHDOG),
-            Lease::Short if free => return self.short(at, lock).await,
+            Lease::Short if free => return self.try_lock_short(at, lock).await,
             // A short lease after a longer one changes nothing, unless the longer one was handed
             // over: the client does not know when that one ends.
             Lease::Short if self.model.is_untouched(at, lock) => None,
@@ -237,11 +237,11 @@ impl<'a> Case<'a> {
             to: Instant::now(),
         };
         let hold = self.model.acquire(at, lock, lease, ran);
-        self.take(at, answer, hold)
+        self.keep_guard(at, answer, hold)
     }
 
     /// Compares the result of an acquisition with the model's, and keeps the guard.
-    fn take(
+    fn keep_guard(
         &mut self,
         at: usize,
         answer: Result<Option<LockGuard>, Error>,
@@ -283,8 +283,8 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Acquires a free lock with a lease that expires at once.
-    async fn short(&mut self, at: usize, lock: usize) -> Outcome {
+    /// Acquires a free lock with the short lease, and waits until it has expired.
+    async fn try_lock_short(&mut self, at: usize, lock: usize) -> Outcome {
         let (real, owner) = self.lock_of(at, lock);
         let from = Instant::now();
         let answer = real.try_lock().lease(SHORT).with_owner(owner).await;
@@ -345,7 +345,7 @@ impl<'a> Case<'a> {
             "the owner is not new"
         );
         let hold = self.model.acquire(at, lock, None, ran);
-        self.take(at, answer, hold)
+        self.keep_guard(at, answer, hold)
     }
 
     /// Two acquisitions at the same time: the results fit one of the two orders.
@@ -368,7 +368,7 @@ impl<'a> Case<'a> {
         }
         for (at, answer) in answers {
             let hold = self.model.acquire(at, lock, None, ran);
-            self.take(at, answer, hold)?;
+            self.keep_guard(at, answer, hold)?;
         }
         Ok(())
     }
