@@ -4,17 +4,23 @@ use std::collections::HashMap;
 use std::sync::OnceLock;
 
 use super::forced::Force;
-use super::history::{Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, slot_of};
+use super::history::{
+    Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, STOPPED, Sample, slot_of,
+};
 
 /// For how long a process must have had no fault until all that was unclear is settled in its
 /// background.
 pub const SETTLED: Nanos = 1_000 * MS;
+
+/// For how long a process may take, after it was stopped, to write down what happened before.
+const WRITTEN: Nanos = 1_000 * MS;
 
 /// One attempt to hold a lock, and what became of it.
 #[derive(Debug, Clone, Default)]
 pub struct Attempt {
     /// Found once: many rules ask for it.
     may_hold_until: OnceLock<Nanos>,
+    grant: OnceLock<Option<Grant>>,
     pub process: u64,
     pub lock: usize,
     pub owner: String,
@@ -40,6 +46,16 @@ pub struct Attempt {
     pub sections: Vec<Section>,
     /// When the future of a `run` took a step.
     pub steps: Vec<Nanos>,
+}
+
+/// The time in which the server granted an attempt. The line of the history is no time of the
+/// grant: the reply may be read long after it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grant {
+    /// The server did not grant it before.
+    pub from: Nanos,
+    /// The server had granted it by then.
+    pub to: Nanos,
 }
 
 /// A loss that its owner was told.
@@ -232,6 +248,72 @@ impl<'a> Story<'a> {
             (Some(settled), None) => settled,
             (None, None) => Nanos::MAX,
         }
+    }
+
+    /// When the server granted an attempt: between its invocation and the line, and where looks at
+    /// the server say more, between two of them.
+    pub fn grant(&self, attempt: &Attempt) -> Option<Grant> {
+        *attempt.grant.get_or_init(|| self.find_grant(attempt))
+    }
+
+    fn find_grant(&self, attempt: &Attempt) -> Option<Grant> {
+        let line = attempt.granted?;
+        let samples = &self.history.samples;
+        let first = samples.partition_point(|look| look.from < attempt.invoked);
+        let looks = samples[first..].iter().take_while(|look| look.to <= line);
+        let has = |look: &Sample| {
+            let mut keys = look.held.iter();
+            keys.any(|key| key.lock == attempt.lock && key.owner == attempt.owner)
+        };
+        let forces: Vec<&Force> = self
+            .forces
+            .iter()
+            .filter(|force| force.freed && force.lock == attempt.lock)
+            .filter(|force| force.from <= line && force.to >= attempt.invoked)
+            .collect();
+        // Between two looks that do not find it, it may have been granted and have ended.
+        let unseen = |from: Nanos, to: Nanos| {
+            to - from >= attempt.lease
+                || forces
+                    .iter()
+                    .any(|force| force.from <= to && force.to >= from)
+        };
+        let mut from = attempt.invoked;
+        for look in looks.clone() {
+            if has(look) || unseen(from, look.to) {
+                break;
+            }
+            from = look.from;
+        }
+        let seen = looks.clone().find(|look| look.from >= from && has(look));
+        let to = seen.map_or(line, |look| look.to);
+        Some(Grant { from, to })
+    }
+
+    /// The grants of a lock to owners that were sure of it, in the order in which the server had
+    /// made them at the latest.
+    pub fn grants(&self, lock: usize) -> Vec<(Grant, &Attempt)> {
+        let of_lock = self.attempts.iter().filter(|attempt| attempt.lock == lock);
+        let sure = of_lock.filter(|attempt| attempt.sure().is_some());
+        let mut grants: Vec<_> = sure
+            .filter_map(|attempt| self.grant(attempt).map(|grant| (grant, attempt)))
+            .collect();
+        grants.sort_by_key(|(grant, _)| grant.to);
+        grants
+    }
+
+    /// The earliest time of what a process wrote down at that time, if it was stopped in between.
+    pub fn written_since(&self, process: u64, at: Nanos) -> Nanos {
+        let stops = self
+            .faults_of(process)
+            .filter(|fault| fault.kind == STOPPED);
+        stops.rev().fold(at, |since, stop| {
+            if stop.from < since && stop.to + WRITTEN > since {
+                stop.from
+            } else {
+                since
+            }
+        })
     }
 
     /// Until when a write that was begun by then may still reach the server.

@@ -1,7 +1,7 @@
 //! What owners may rely on: that nobody else has the lock, that the server has it for them, that
 //! they hear of its loss.
 
-use super::attempts::{Attempt, Story};
+use super::attempts::{Attempt, Grant, Story};
 use super::forced::{Excuse, excuses, in_the_dark};
 use super::history::{Fault, Key, MS, Nanos};
 use super::judge::{Rule, TOLD, Violation, locks, name};
@@ -100,26 +100,17 @@ pub fn server(story: &Story, found: &mut Vec<Violation>) {
 /// leases.
 pub fn told(story: &Story, found: &mut Vec<Violation>) {
     for lock in 0..locks(story) {
-        let mut grants: Vec<&Attempt> = story
+        let grants = story.grants(lock);
+        let granted = story
             .attempts
             .iter()
-            .filter(|attempt| attempt.lock == lock && attempt.granted.is_some())
-            .collect();
-        grants.sort_by_key(|attempt| attempt.granted);
-        for (at, owner) in grants.iter().enumerate() {
-            let rival = grants[at..]
-                .iter()
-                .find(|rival| rival.owner != owner.owner && rival.sure().is_some());
-            if let (Some(rival), Some(_)) = (rival, owner.sure()) {
-                if let Some((by, forced)) = rival
-                    .granted
-                    .and_then(|granted| unheard(story, owner, granted))
-                {
-                    let what = format!(
-                        "lock {lock}: {} did not hear that {} was granted it",
-                        name(owner),
-                        name(rival)
-                    );
+            .filter(|attempt| attempt.lock == lock && attempt.granted.is_some());
+        for owner in granted {
+            let taken = owner.sure().and_then(|_| taken(story, &grants, owner));
+            if let Some((taken, rival)) = taken {
+                if let Some((by, forced)) = unheard(story, owner, taken) {
+                    let owner = name(owner);
+                    let what = format!("lock {lock}: {owner} did not hear that {rival} has it");
                     found.push(Violation::new(Rule::NotTold, by, what).unless(forced));
                 }
             }
@@ -134,6 +125,35 @@ pub fn told(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
+/// The earliest time by which another owner certainly has the lock after an owner's grant, and who
+/// that is: the server granted it in a time that begins after that grant, or a look after that
+/// grant shows it. The order of the lines shows nothing.
+fn taken(story: &Story, grants: &[(Grant, &Attempt)], owner: &Attempt) -> Option<(Nanos, String)> {
+    let granted = owner.granted?;
+    let later = &grants[grants.partition_point(|(grant, _)| grant.to < granted)..];
+    let rival = later
+        .iter()
+        .find(|(grant, rival)| grant.from >= granted && rival.owner != owner.owner);
+    let by_grant = rival.map(|(grant, rival)| (grant.to, name(rival)));
+    let until = by_grant.iter().map(|(to, _)| *to);
+    let until = until.chain(gone(story, owner)).min().unwrap_or(Nanos::MAX);
+    let samples = &story.history.samples;
+    let looks = samples[samples.partition_point(|look| look.from < granted)..].iter();
+    let other = |key: &&Key| key.lock == owner.lock && key.owner != owner.owner;
+    let mut seen = looks
+        .take_while(|look| look.to < until)
+        .filter_map(|look| Some((look.to, look.held.iter().find(other)?.owner.clone())));
+    seen.next().or(by_grant)
+}
+
+/// When an owner gave its hold back, or can say no more about it.
+fn gone(story: &Story, owner: &Attempt) -> Option<Nanos> {
+    owner
+        .giving
+        .or(owner.ended.map(|(at, _)| at))
+        .or(story.killed(owner.process))
+}
+
 /// When an owner that had lost the lock by that time, and ran, had to know and did not; and what may
 /// explain it.
 fn unheard(story: &Story, owner: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Excuse>)> {
@@ -141,10 +161,7 @@ fn unheard(story: &Story, owner: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Ex
     let stood = |fault: &Fault| {
         fault.kind.starts_with("worker") && fault.from < by && fault.to + TOLD > lost
     };
-    let gone = owner
-        .giving
-        .or(owner.ended.map(|(at, _)| at))
-        .or(story.killed(owner.process));
+    let gone = gone(story, owner);
     let knew = |by: Nanos| {
         owner.lost.as_ref().is_some_and(|lost| lost.at <= by) || gone.is_some_and(|gone| gone <= by)
     };
@@ -186,22 +203,19 @@ fn lease_over(story: &Story, owner: &Attempt) -> Nanos {
 /// is asked before each.
 pub fn stopped(story: &Story, found: &mut Vec<Violation>) {
     for lock in 0..locks(story) {
-        let grants = sure_of(story, lock);
+        let grants = story.grants(lock);
         for run in story
             .attempts
             .iter()
             .filter(|attempt| attempt.lock == lock && attempt.steps.len() > 1)
         {
-            let Some(granted) = run.granted else { continue };
-            let mut later = grants[grants.partition_point(|(from, ..)| *from <= granted)..].iter();
-            let Some((taken, _, rival)) = later.find(|(.., other)| other.owner != run.owner) else {
+            let Some((taken, rival)) = taken(story, &grants, run) else {
                 continue;
             };
-            if let Some(at) = run.steps.iter().filter(|step| *step >= taken).nth(1) {
-                let forced = excuses(story, run, *taken, *run.steps.last().unwrap_or(at));
-                let (run, rival, ms) = (name(run), name(rival), (at - taken) / MS);
-                let what =
-                    format!("lock {lock}: {run} went on {ms} ms after {rival} was granted it");
+            if let Some(at) = run.steps.iter().filter(|step| **step >= taken).nth(1) {
+                let forced = excuses(story, run, taken, *run.steps.last().unwrap_or(at));
+                let (run, ms) = (name(run), (at - taken) / MS);
+                let what = format!("lock {lock}: {run} went on {ms} ms after {rival} had it");
                 found.push(Violation::new(Rule::NotStopped, *at, what).unless(forced));
             }
         }

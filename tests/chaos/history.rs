@@ -23,6 +23,7 @@ pub const MS: Nanos = 1_000_000;
 pub const NO_CHANNEL: &str = "channels refused (ACL)";
 pub const NO_PUBLISH: &str = "PUBLISH refused (ACL)";
 pub const NO_SCRIPTS: &str = "scripts refused (ACL)";
+pub const STOPPED: &str = "worker stopped (SIGSTOP)";
 
 /// Now, by the clock that tokio's and the library's deadlines run on, too.
 pub fn now() -> Nanos {

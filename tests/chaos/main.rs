@@ -13,6 +13,7 @@ mod history;
 mod judge;
 mod judged;
 mod judged_forced;
+mod judged_late;
 mod plan;
 mod report;
 mod run;

@@ -11,7 +11,7 @@
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::history::{NO_CHANNEL, NO_PUBLISH, NO_SCRIPTS};
+use super::history::{NO_CHANNEL, NO_PUBLISH, NO_SCRIPTS, STOPPED};
 
 /// For how long each storm lasts, and the calm after it, in which what is left has to settle and
 /// waiters to wake.
@@ -83,7 +83,7 @@ impl Kind {
             Kind::FullMemory => "memory full",
             Kind::TakeRight(name, _) => name,
             // The judge knows by this beginning which processes stood still.
-            Kind::StopWorker => "worker stopped (SIGSTOP)",
+            Kind::StopWorker => STOPPED,
             Kind::KillWorker => "worker killed, replaced",
             Kind::ForgetData => "server lost its data",
             Kind::DeleteKeys => "keys deleted",

@@ -194,7 +194,8 @@ fn freed_here(story: &Story, attempt: &Attempt, told: Nanos) -> bool {
         .forces
         .iter()
         .filter(|force| (force.process, force.lock) == (attempt.process, attempt.lock));
-    here.any(|force| (force.from..force.to.saturating_add(AROUND)).contains(&told))
+    let since = story.written_since(attempt.process, told);
+    here.any(|force| force.from <= told && since < force.to.saturating_add(AROUND))
 }
 
 /// Until when the server had promised the hold when it was last looked at, shortly before a loss
@@ -216,11 +217,12 @@ fn server_has_it_until(
         .attempts
         .iter()
         .filter(|other| (other.lock, &other.owner) == (attempt.lock, &attempt.owner));
+    let since = story.written_since(attempt.process, asked);
     let came_back = same.any(|other| {
         let until = other.granted.unwrap_or_else(|| story.may_hold_until(other));
         !std::ptr::eq(other, attempt)
             && other.invoked <= told
-            && until.saturating_add(AROUND) > told
+            && until.saturating_add(AROUND) > since
     });
     let came_back = came_back && may_have_been_gone(story, attempt, told);
     (recent && !came_back).then(|| look.from + Nanos::try_from(key.pttl).unwrap_or(0) * MS)
