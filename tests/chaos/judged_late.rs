@@ -1,7 +1,7 @@
 //! The judge is judged: histories in which a process writes a line down long after its event,
 //! because it was stopped (SIGSTOP) in between.
 
-use super::history::{Event, MS, Nanos, STOPPED};
+use super::history::{Event, MS, NO_PUBLISH, Nanos, STOPPED};
 use super::judge::Rule;
 use super::tale::{Tale, owner_of};
 
@@ -223,4 +223,39 @@ fn loss_by_a_force_unlock_of_the_own_process_written_late_is_not_accused() {
     tale(1_015).breaks(&[]);
     // The process was stopped long after the force unlock.
     tale(2_100).breaks(&[Rule::Lie]);
+}
+
+/// Process 1 has the lock until 205 and may not publish from 190 to 300. Process 3, which waits for
+/// messages alone, is granted it at 5000.
+fn release_without_message() -> Tale {
+    Tale::default()
+        .granted(100, 1, 1)
+        .invoked(150, 3, 1)
+        .gave(205, 1, 1, "ok")
+        .line(5_000, 3, 1, granted(0))
+        .gave(5_005, 3, 1, "ok")
+        .server(0, 90, &[])
+        .server(100, 200, &[(1, 1)])
+}
+
+#[test]
+fn release_without_message_seen_late_excuses_the_waiter() {
+    // The server answers no look from 200 to 900.
+    let tale = || release_without_message().server(900, 5_000, &[]);
+    tale().fault(190, 300, NO_PUBLISH, Some(1)).breaks(&[]);
+    tale().breaks(&[Rule::LostWakeup]);
+    tale()
+        .fault(100, 150, NO_PUBLISH, Some(5))
+        .breaks(&[Rule::LostWakeup]);
+}
+
+#[test]
+fn release_without_message_before_a_gap_in_the_looks_excuses_the_waiter() {
+    let tale = || {
+        release_without_message()
+            .server(210, 1_000, &[])
+            .server(1_500, 5_000, &[])
+    };
+    tale().fault(190, 300, NO_PUBLISH, Some(1)).breaks(&[]);
+    tale().breaks(&[Rule::LostWakeup]);
 }

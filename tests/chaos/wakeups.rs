@@ -79,7 +79,7 @@ fn silent(
     }: &Free,
 ) -> bool {
     let mute = |fault: &&Fault| fault.met && [NO_PUBLISH, NO_CHANNEL].contains(&&*fault.kind);
-    let then = |fault: &&Fault| fault.from <= from + GAP && fault.to + GAP >= from;
+    let then = |fault: &&Fault| fault.from <= from + GAP && fault.to + GAP >= seen;
     let by_slot = |slot| {
         // Who came and went between two looks was woken by the one before, as was whoever waits.
         let passed = |attempt: &Attempt| {
@@ -90,7 +90,7 @@ fn silent(
             attempt.lock == lock && (Some(&*attempt.owner) == after || passed(attempt))
         };
         let forced = |force: &&Force| {
-            force.lock == lock && force.from <= from && force.to.saturating_add(GAP) >= from
+            force.lock == lock && force.from <= from && force.to.saturating_add(GAP) >= seen
         };
         story
             .attempts
@@ -133,7 +133,7 @@ fn deaf(story: &Story, process: u64) -> impl Iterator<Item = (Nanos, Nanos)> {
 
 /// A time in which a lock was free whenever the server was asked.
 struct Free<'s> {
-    /// When it was last seen to be held, or that nobody looked.
+    /// When it was last seen to be held.
     seen: Nanos,
     from: Nanos,
     to: Nanos,
@@ -153,7 +153,7 @@ fn free<'s>(story: &'s Story, lock: usize) -> Vec<Free<'s>> {
             times.extend(since.take());
         }
         match held {
-            Some(key) => owner = Some(&*key.owner),
+            Some(key) => (owner, seen) = (Some(&*key.owner), sample.from),
             None => {
                 let free = since.get_or_insert(Free {
                     seen,
@@ -164,7 +164,6 @@ fn free<'s>(story: &'s Story, lock: usize) -> Vec<Free<'s>> {
                 free.to = sample.from;
             }
         }
-        seen = sample.from;
     }
     times.extend(since);
     times.retain(|free| free.to.saturating_sub(free.from) >= WAKE);
