@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-use super::forced::Force;
+use super::forced::{Force, InTheDark};
 use super::history::{
     Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, STOPPED, Sample, slot_of,
 };
@@ -21,6 +21,7 @@ pub struct Attempt {
     /// Found once: many rules ask for it.
     may_hold_until: OnceLock<Nanos>,
     grant: OnceLock<Option<Grant>>,
+    pub dark: OnceLock<Vec<InTheDark>>,
     pub process: u64,
     pub lock: usize,
     pub owner: String,
@@ -100,9 +101,12 @@ pub struct Story<'a> {
     pub attempts: Vec<Attempt>,
     pub forces: Vec<Force>,
     places: HashMap<(u64, u64), usize>,
+    of_owner: HashMap<(usize, String), Vec<usize>>,
     pub history: &'a History,
     killed: HashMap<u64, Nanos>,
     longest_lease: Nanos,
+    /// The faults that each slot met, in the order of their beginnings.
+    faults: HashMap<u64, Vec<&'a Fault>>,
 }
 
 impl<'a> Story<'a> {
@@ -111,6 +115,7 @@ impl<'a> Story<'a> {
         lines.sort_by_key(|line| line.at);
         let mut attempts: Vec<Attempt> = Vec::new();
         let mut places: HashMap<(u64, u64), usize> = HashMap::new();
+        let mut of_owner: HashMap<(usize, String), Vec<usize>> = HashMap::new();
         let mut longest_lease = 0;
         // The beginnings first: an event may bear the time of the one before it.
         for line in &lines {
@@ -124,6 +129,8 @@ impl<'a> Story<'a> {
             {
                 longest_lease = longest_lease.max(*lease);
                 places.insert((line.process, line.attempt), attempts.len());
+                let same = of_owner.entry((*lock, owner.clone())).or_default();
+                same.push(attempts.len());
                 attempts.push(Attempt {
                     process: line.process,
                     lock: *lock,
@@ -148,13 +155,24 @@ impl<'a> Story<'a> {
             }
         }
         let killed = history.killed.iter().copied().collect();
+        let mut faults: HashMap<u64, Vec<&Fault>> = HashMap::new();
+        for line in &lines {
+            let slot = slot_of(line.process);
+            faults.entry(slot).or_insert_with(|| {
+                let met = history.faults.iter().filter(|fault| fault.met);
+                met.filter(|fault| fault.slot.is_none_or(|of| of == slot))
+                    .collect()
+            });
+        }
         let mut story = Self {
             attempts,
             forces: Vec::new(),
             places,
+            of_owner,
             history,
             killed,
             longest_lease,
+            faults,
         };
         for Line {
             at,
@@ -208,6 +226,13 @@ impl<'a> Story<'a> {
         self.places
             .get(&(process, attempt))
             .map(|place| &self.attempts[*place])
+    }
+
+    /// All attempts of an attempt's owner to hold its lock, itself among them.
+    pub fn same_owner(&self, attempt: &Attempt) -> impl Iterator<Item = &Attempt> {
+        let same = self.of_owner.get(&(attempt.lock, attempt.owner.clone()));
+        let same = same.map_or(&[][..], Vec::as_slice).iter();
+        same.map(|place| &self.attempts[*place])
     }
 
     /// When a process was killed, if it was.
@@ -354,11 +379,8 @@ impl<'a> Story<'a> {
 
     /// The faults that a process has met, in the order of their beginnings.
     pub fn faults_of(&self, process: u64) -> impl DoubleEndedIterator<Item = &'a Fault> {
-        let slot = slot_of(process);
-        self.history
-            .faults
-            .iter()
-            .filter(move |fault| fault.met && fault.slot.is_none_or(|of| of == slot))
+        let faults = self.faults.get(&slot_of(process));
+        faults.map_or(&[][..], Vec::as_slice).iter().copied()
     }
 }
 

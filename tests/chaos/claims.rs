@@ -168,9 +168,9 @@ fn unheard(story: &Story, owner: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Ex
     if knew(by) || story.faults_of(owner.process).any(stood) {
         return None;
     }
-    let dark = in_the_dark(story, owner).into_iter();
+    let dark = in_the_dark(story, owner).iter();
     let forced = dark.filter(|dark| lost >= dark.from && knew(dark.told_by.saturating_add(TOLD)));
-    Some((by, forced.map(|dark| dark.excuse).collect()))
+    Some((by, forced.map(|dark| dark.excuse.clone()).collect()))
 }
 
 /// When an owner that has nothing more to say has no lease any more, neither by its own word nor by
@@ -182,6 +182,10 @@ fn lease_over(story: &Story, owner: &Attempt) -> Nanos {
     let looks = &story.history.samples;
     let own = |key: &&Key| key.lock == owner.lock && key.owner == owner.owner;
     let mut over = owner.sure_until.max(granted + owner.lease);
+    // It is over no earlier: the looks do not matter to an owner that ended its hold by then.
+    if gone(story, owner).is_some_and(|gone| gone <= over) {
+        return over;
+    }
     let mut seen = granted;
     for look in &looks[looks.partition_point(|look| look.to < granted)..] {
         if look.to.saturating_sub(seen) > UNSEEN {

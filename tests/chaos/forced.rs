@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 use super::attempts::{Attempt, Story};
 use super::history::{Fault, Key, MS, Nanos, Sample};
-use super::judge::{Rule, TOLD, Violation, name};
+use super::judge::{Rule, TOLD, Violation, locks, name};
 
 /// For how long after a fault a process may still be busy with it: what is lost is asked for again.
 pub const FELT: Nanos = 3_000 * MS;
@@ -33,6 +33,7 @@ pub struct Force {
 pub type Excuse = (usize, String);
 
 /// A time in which an owner may not know that it was forced out.
+#[derive(Debug, Clone)]
 pub struct InTheDark {
     pub from: Nanos,
     /// Until when what it was told before may be wrong.
@@ -43,7 +44,11 @@ pub struct InTheDark {
 }
 
 /// When an attempt's owner may not have known that it was forced out.
-pub fn in_the_dark(story: &Story, attempt: &Attempt) -> Vec<InTheDark> {
+pub fn in_the_dark<'s>(story: &Story, attempt: &'s Attempt) -> &'s [InTheDark] {
+    attempt.dark.get_or_init(|| find_dark(story, attempt))
+}
+
+fn find_dark(story: &Story, attempt: &Attempt) -> Vec<InTheDark> {
     let may_have_met = |force: &Force| {
         let asked = force.freed && force.lock == attempt.lock && attempt.invoked <= force.to;
         asked && story.may_hold_until(attempt) >= force.from
@@ -68,30 +73,33 @@ pub fn in_the_dark(story: &Story, attempt: &Attempt) -> Vec<InTheDark> {
 
 /// What may explain that somebody was wrong from then until then.
 pub fn excuses(story: &Story, attempt: &Attempt, from: Nanos, to: Nanos) -> Vec<Excuse> {
-    let all = in_the_dark(story, attempt).into_iter();
+    let all = in_the_dark(story, attempt).iter();
     all.filter(|dark| dark.from <= from && to <= dark.to)
-        .map(|dark| dark.excuse)
+        .map(|dark| dark.excuse.clone())
         .collect()
 }
 
 /// Whether the force unlocks did what they were told to have done.
 pub fn force_unlocks(story: &Story, found: &mut Vec<Violation>) {
+    let of_locks = (0..locks(story)).map(|lock| {
+        let of_lock = story.attempts.iter().filter(|attempt| attempt.lock == lock);
+        let granted = of_lock.filter_map(|attempt| Some((attempt.granted?, attempt)));
+        let mut granted: Vec<_> = granted.collect();
+        granted.sort_by_key(|(at, _)| *at);
+        granted
+    });
+    let of_locks: Vec<_> = of_locks.collect();
     for force in &story.forces {
-        let mut of_lock = story
-            .attempts
-            .iter()
-            .filter(|attempt| attempt.lock == force.lock);
+        let granted = of_locks.get(force.lock).map_or(&[][..], Vec::as_slice);
+        let before = granted.partition_point(|(at, _)| *at < force.from);
+        let mut before = granted[..before].iter().map(|(_, attempt)| *attempt);
         let problem = match force.told {
-            Some(true) => of_lock
+            Some(true) => before
                 .find(|owner| stayed(story, owner, force))
                 .map(|owner| ("freed", owner, vec![])),
             Some(false) => {
-                let sure = |owner: &&Attempt| {
-                    owner
-                        .sure()
-                        .is_some_and(|(from, to)| from < force.from && force.to < to)
-                };
-                let owner = of_lock.find(sure);
+                let sure = |owner: &&Attempt| owner.sure().is_some_and(|(_, to)| force.to < to);
+                let owner = before.find(sure);
                 // Another force unlock that began later may have come before it.
                 owner.map(|owner| ("free", owner, excuses(story, owner, force.to, force.to)))
             }
@@ -110,6 +118,9 @@ pub fn force_unlocks(story: &Story, found: &mut Vec<Violation>) {
 /// Whether an attempt had the lock from the last look before a force unlock until the first one
 /// after it, and nobody else may have given its owner the lock again in between.
 fn stayed(story: &Story, attempt: &Attempt, force: &Force) -> bool {
+    if story.may_hold_until(attempt) < force.to {
+        return false;
+    }
     let samples = &story.history.samples;
     let Some(before) = samples[..samples.partition_point(|look| look.to <= force.from)].last()
     else {
@@ -126,7 +137,11 @@ fn stayed(story: &Story, attempt: &Attempt, force: &Force) -> bool {
     };
     let held = attempt.granted.is_some_and(|at| at < before.from)
         && story.may_hold_until(attempt) > after.to;
-    let others = || same_owner(story, attempt).filter(|other| !std::ptr::eq(*other, attempt));
+    let others = || {
+        story
+            .same_owner(attempt)
+            .filter(|other| !std::ptr::eq(*other, attempt))
+    };
     let comes_back = |other: &Attempt| {
         other.invoked <= after.to
             && other.granted.unwrap_or_else(|| story.may_hold_until(other)) >= before.from
@@ -175,7 +190,9 @@ fn is_explained(excuses: &[Excuse], met: &HashMap<usize, String>) -> bool {
 /// When the owner's lease is over by its own clock: it holds as long as the longest that it took,
 /// since it last had none.
 fn lease_over(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
-    let own = same_owner(story, attempt).filter(|other| other.invoked <= force.to);
+    let own = story
+        .same_owner(attempt)
+        .filter(|other| other.invoked <= force.to);
     let mut own: Vec<_> = own
         .map(|other| (story.may_hold_until(other), other.invoked, other.lease))
         .collect();
@@ -213,7 +230,9 @@ fn seen_again(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
     let Some(seen) = later.find(|sample| sample.held.iter().any(has)) else {
         return Nanos::MAX;
     };
-    let mut others = same_owner(story, attempt).filter(|other| !std::ptr::eq(*other, attempt));
+    let mut others = story
+        .same_owner(attempt)
+        .filter(|other| !std::ptr::eq(*other, attempt));
     let comes_back = others.any(|other| {
         other.invoked <= seen.to
             && other
@@ -221,11 +240,4 @@ fn seen_again(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
                 .is_none_or(|answered| answered >= force.from)
     });
     if comes_back { Nanos::MAX } else { seen.from }
-}
-
-fn same_owner<'s>(story: &'s Story, attempt: &'s Attempt) -> impl Iterator<Item = &'s Attempt> {
-    story
-        .attempts
-        .iter()
-        .filter(move |other| (other.lock, &other.owner) == (attempt.lock, &attempt.owner))
 }

@@ -213,10 +213,7 @@ fn server_has_it_until(
         .iter()
         .find(|key| key.lock == attempt.lock && key.owner == attempt.owner)?;
     let recent = look.from >= attempt.granted? && asked - look.to < RECENT;
-    let mut same = story
-        .attempts
-        .iter()
-        .filter(|other| (other.lock, &other.owner) == (attempt.lock, &attempt.owner));
+    let mut same = story.same_owner(attempt);
     let since = story.written_since(attempt.process, asked);
     let came_back = same.any(|other| {
         let until = other.granted.unwrap_or_else(|| story.may_hold_until(other));
@@ -291,13 +288,14 @@ fn without_cause<'s>(
 /// it.
 fn contended_by_nobody(story: &Story, attempt: &Attempt) -> Option<Nanos> {
     let (at, _) = attempt.ended.filter(|_| attempt.contended)?;
-    let mut looks = story
-        .history
-        .samples
-        .iter()
-        .filter(|sample| sample.from >= attempt.invoked && sample.to <= at);
+    let samples = &story.history.samples;
+    let first = samples.partition_point(|look| look.from < attempt.invoked);
+    let mut looks = samples[first..].iter().take_while(|look| look.to <= at);
     let free = looks.clone().next().is_some()
-        && looks.all(|sample| sample.held.iter().all(|key| key.lock != attempt.lock));
+        && looks.all(|look| look.held.iter().all(|key| key.lock != attempt.lock));
+    if !free {
+        return None;
+    }
     let mut others = story
         .attempts
         .iter()
@@ -305,5 +303,5 @@ fn contended_by_nobody(story: &Story, attempt: &Attempt) -> Option<Nanos> {
     let alone = others.all(|other| {
         other.invoked > at || story.may_hold_until(other).saturating_add(AROUND) < attempt.invoked
     });
-    (free && alone).then_some(at)
+    alone.then_some(at)
 }
