@@ -414,3 +414,35 @@ fn a_force_unlock_is_told_with_the_next_renewal() {
         .fault(1_200, 1_700, "replies held", Some(2))
         .breaks(&[Rule::NotTold]);
 }
+
+#[test]
+fn acquire_that_fails_beside_a_force_unlock_is_a_lie() {
+    // Process 1 has the lock, loses it to a force unlock, and its run works on for a while. The
+    // acquire of process 3 fails meanwhile, which no force unlock is a reason for.
+    let run = Event::Invoked {
+        lock: 0,
+        owner: owner_of(1),
+        how: "run".into(),
+        lease: 2_000 * MS,
+        renewed: false,
+    };
+    let tale = Tale::default()
+        .line(95, 1, 1, run)
+        .line(100, 1, 1, Event::Granted { remaining: 0 });
+    let tale = [150, 1_030, 1_100, 1_400]
+        .into_iter()
+        .fold(tale, |tale, at| tale.line(at, 1, 1, Event::Worked));
+    let tale = tale
+        .lost(1_401, 1)
+        .line(1_401, 1, 1, Event::TakenBack { why: "lost".into() });
+    let tale = tale
+        .granted(1_020, 2, 1)
+        .gave(1_100, 2, 1, "ok")
+        .forced(1_000, 1_010, "freed");
+    let timed_out = Event::Failed {
+        why: "timed out".into(),
+    };
+    tale.invoked(200, 3, 1)
+        .line(1_005, 3, 1, timed_out)
+        .breaks(&[Rule::Lie]);
+}
