@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use super::forced::{Force, InTheDark};
 use super::history::{
-    Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, STOPPED, Sample, slot_of,
+    Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, STALLED, STOPPED, Sample, slot_of,
 };
 
 /// For how long a process must have had no fault until all that was unclear is settled in its
@@ -14,6 +14,9 @@ pub const SETTLED: Nanos = 1_000 * MS;
 
 /// For how long a process may take, after it was stopped, to write down what happened before.
 const WRITTEN: Nanos = 1_000 * MS;
+
+/// For how long the server may answer no look until that is a fault of its own.
+const STALL: Nanos = 300 * MS;
 
 /// One attempt to hold a lock, and what became of it.
 #[derive(Debug, Clone, Default)]
@@ -106,7 +109,7 @@ pub struct Story<'a> {
     killed: HashMap<u64, Nanos>,
     longest_lease: Nanos,
     /// The faults that each slot met, in the order of their beginnings.
-    faults: HashMap<u64, Vec<&'a Fault>>,
+    faults: HashMap<u64, Vec<Fault>>,
 }
 
 impl<'a> Story<'a> {
@@ -155,13 +158,20 @@ impl<'a> Story<'a> {
             }
         }
         let killed = history.killed.iter().copied().collect();
-        let mut faults: HashMap<u64, Vec<&Fault>> = HashMap::new();
+        let mut met: Vec<_> = history
+            .faults
+            .iter()
+            .filter(|fault| fault.met)
+            .cloned()
+            .collect();
+        met.extend(stalls(history));
+        met.sort_by_key(|fault| fault.from);
+        let mut faults: HashMap<u64, Vec<Fault>> = HashMap::new();
         for line in &lines {
             let slot = slot_of(line.process);
             faults.entry(slot).or_insert_with(|| {
-                let met = history.faults.iter().filter(|fault| fault.met);
-                met.filter(|fault| fault.slot.is_none_or(|of| of == slot))
-                    .collect()
+                let own = |fault: &&Fault| fault.slot.is_none_or(|of| of == slot);
+                met.iter().filter(own).cloned().collect()
             });
         }
         let mut story = Self {
@@ -378,10 +388,31 @@ impl<'a> Story<'a> {
     }
 
     /// The faults that a process has met, in the order of their beginnings.
-    pub fn faults_of(&self, process: u64) -> impl DoubleEndedIterator<Item = &'a Fault> {
+    pub fn faults_of(&self, process: u64) -> impl DoubleEndedIterator<Item = &Fault> {
         let faults = self.faults.get(&slot_of(process));
-        faults.map_or(&[][..], Vec::as_slice).iter().copied()
+        faults.map_or(&[][..], Vec::as_slice).iter()
     }
+}
+
+/// The times in which the server answered no look, although no fault of the server was planned
+/// then: the machine was busy, or its disk slow. All processes met that.
+pub fn stalls(history: &History) -> impl Iterator<Item = Fault> {
+    let pairs = history.samples.windows(2);
+    let late = pairs.filter(|looks| looks[1].to - looks[0].to > STALL);
+    let planned = |from: Nanos, to: Nanos| {
+        let all = history.faults.iter().filter(|fault| fault.slot.is_none());
+        all.into_iter()
+            .any(|fault| fault.from <= to && fault.to + STALL >= from)
+    };
+    late.map(|looks| (looks[0].to, looks[1].to))
+        .filter(move |(from, to)| !planned(*from, *to))
+        .map(|(from, to)| Fault {
+            from,
+            to,
+            kind: STALLED.into(),
+            slot: None,
+            met: true,
+        })
 }
 
 impl Attempt {

@@ -3,7 +3,7 @@
 
 use super::attempts::{Attempt, Grant, Story};
 use super::forced::{Excuse, excuses, in_the_dark};
-use super::history::{Fault, Key, MS, Nanos};
+use super::history::{Fault, Key, MS, Nanos, STALLED};
 use super::judge::{Rule, TOLD, Violation, locks, name};
 
 /// What an expiry may be off, in milliseconds: the server tells whole ones.
@@ -159,7 +159,8 @@ fn gone(story: &Story, owner: &Attempt) -> Option<Nanos> {
 fn unheard(story: &Story, owner: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Excuse>)> {
     let by = lost.saturating_add(TOLD);
     let stood = |fault: &Fault| {
-        fault.kind.starts_with("worker") && fault.from < by && fault.to + TOLD > lost
+        let stands = fault.kind.starts_with("worker") || fault.kind == STALLED;
+        stands && fault.from < by && fault.to + TOLD > lost
     };
     let gone = gone(story, owner);
     let knew = |by: Nanos| {

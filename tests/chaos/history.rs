@@ -25,6 +25,9 @@ pub const NO_PUBLISH: &str = "PUBLISH refused (ACL)";
 pub const NO_SCRIPTS: &str = "scripts refused (ACL)";
 pub const STOPPED: &str = "worker stopped (SIGSTOP)";
 
+/// A fault that nobody planned, and that the judge finds.
+pub const STALLED: &str = "no look answered";
+
 /// Now, by the clock that tokio's and the library's deadlines run on, too.
 pub fn now() -> Nanos {
     let time = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("the clock");

@@ -259,3 +259,44 @@ fn release_without_message_before_a_gap_in_the_looks_excuses_the_waiter() {
     tale().fault(190, 300, NO_PUBLISH, Some(1)).breaks(&[]);
     tale().breaks(&[Rule::LostWakeup]);
 }
+
+#[test]
+fn failure_while_no_look_is_answered_is_not_accused() {
+    // A busy machine or a slow disk, which nobody planned.
+    let tale = || {
+        let why = "no reply in time".into();
+        Tale::default()
+            .invoked(4_000, 1, 1)
+            .line(4_550, 1, 1, Event::Unknown { why })
+            .server(0, 4_000, &[])
+    };
+    tale().server(4_000, 5_000, &[]).breaks(&[Rule::Lie]);
+    tale().server(4_200, 5_000, &[]).breaks(&[Rule::Lie]);
+    tale().server(4_500, 5_000, &[]).breaks(&[]);
+}
+
+#[test]
+fn loss_reported_late_while_no_look_is_answered_is_not_accused() {
+    // Process 2 is granted the lock at 2200, so that the loss is due at 2700.
+    let tale = Tale::default;
+    let looks = |tale: Tale, again: Nanos| {
+        tale.granted(100, 1, 1)
+            .granted(2_200, 2, 1)
+            .line(2_750, 1, 1, lost("Expired"))
+            .gave(2_760, 1, 1, "lost")
+            .gave(2_900, 2, 1, "ok")
+            .server(0, 90, &[])
+            .server(100, 2_100, &[(1, 1)])
+            .server(2_200, 2_300, &[(2, 1)])
+            .server(again, 2_900, &[(2, 1)])
+            .server(2_910, 5_000, &[])
+    };
+    looks(tale(), 2_300).breaks(&[Rule::NotTold]);
+    looks(tale(), 2_700).breaks(&[]);
+    // A server that is stopped keeps no owner from reporting a loss.
+    looks(
+        tale().fault(2_290, 2_690, "server stopped (SIGSTOP)", None),
+        2_700,
+    )
+    .breaks(&[Rule::NotTold]);
+}

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::attempts::{Attempt, Story};
+use super::attempts::{Attempt, Story, stalls};
 use super::history::{Event, History, Nanos};
 use super::run::Verdict;
 
@@ -134,6 +134,8 @@ impl Figures {
         for (kind, number) in kinds(history) {
             row(&kind, number.to_string());
         }
+        let stalls = stalls(history).count();
+        row("unplanned: no look answered", stalls.to_string());
         row("violations", violations.len().to_string());
         Self {
             shown: Shown {
