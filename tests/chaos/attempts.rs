@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-use super::forced::{Force, InTheDark};
+use super::forced::{CLOCK, Force, InTheDark};
 use super::history::{
-    Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, STALLED, STOPPED, Sample, slot_of,
+    CLOCK_SET, Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, STALLED, STOPPED, Sample,
+    slot_of,
 };
 
 /// For how long a process must have had no fault until all that was unclear is settled in its
@@ -228,7 +229,29 @@ impl<'a> Story<'a> {
                 _ => {}
             }
         }
+        story.forces.extend(story.clock_steps());
         story
+    }
+
+    /// What a step of the wall clock does: as a force unlock of each lock, it may end one tenure,
+    /// until the leases of that time are over.
+    fn clock_steps(&self) -> Vec<Force> {
+        let locks = self.attempts.iter().map(|attempt| attempt.lock + 1).max();
+        let faults = self.history.faults.iter();
+        let steps = faults.filter(|fault| fault.kind == CLOCK_SET);
+        steps
+            .flat_map(|step| {
+                (0..locks.unwrap_or(0)).map(|lock| Force {
+                    process: CLOCK,
+                    attempt: 0,
+                    lock,
+                    from: step.from,
+                    to: step.to + self.longest_lease,
+                    freed: true,
+                    told: None,
+                })
+            })
+            .collect()
     }
 
     /// What a process calls its attempt of that number.

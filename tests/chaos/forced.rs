@@ -14,6 +14,9 @@ use super::judge::{Rule, TOLD, Violation, locks, name};
 /// For how long after a fault a process may still be busy with it: what is lost is asked for again.
 pub const FELT: Nanos = 3_000 * MS;
 
+/// The process of a force unlock that stands for a step of the wall clock.
+pub const CLOCK: u64 = u64::MAX;
+
 /// A force unlock.
 #[derive(Debug, Clone)]
 pub struct Force {

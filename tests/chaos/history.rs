@@ -25,13 +25,27 @@ pub const NO_PUBLISH: &str = "PUBLISH refused (ACL)";
 pub const NO_SCRIPTS: &str = "scripts refused (ACL)";
 pub const STOPPED: &str = "worker stopped (SIGSTOP)";
 
-/// A fault that nobody planned, and that the judge finds.
+/// Faults that nobody planned: the judge finds the one in the looks, the run the other.
 pub const STALLED: &str = "no look answered";
+pub const CLOCK_SET: &str = "wall clock set";
 
 /// Now, by the clock that tokio's and the library's deadlines run on, too.
 pub fn now() -> Nanos {
     let time = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("the clock");
     time.tv_sec() as Nanos * 1_000 * MS + time.tv_nsec() as Nanos
+}
+
+/// By how much the wall clock is ahead of [`now`].
+pub fn wall_clock_offset() -> i128 {
+    let wall = || clock_gettime(ClockId::CLOCK_REALTIME).expect("the wall clock");
+    // The shortest of some readings: the thread may lose its core in between.
+    let readings = (0..5).map(|_| {
+        let (from, wall, to) = (now(), wall(), now());
+        let wall = i128::from(wall.tv_sec()) * 1_000 * i128::from(MS) + i128::from(wall.tv_nsec());
+        (to - from, wall - i128::from(from))
+    });
+    let shortest = readings.min_by_key(|(took, _)| *took);
+    shortest.map_or(0, |(_, offset)| offset)
 }
 
 /// A time for people, in seconds.

@@ -12,6 +12,7 @@ mod held;
 mod history;
 mod judge;
 mod judged;
+mod judged_clock;
 mod judged_forced;
 mod judged_late;
 mod plan;

@@ -17,7 +17,9 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, sleep_until};
 
 use super::faults::{Incarnation, Slot, Stage};
-use super::history::{Fault, History, Key, MS, Nanos, Sample, now, process_of, seconds};
+use super::history::{
+    CLOCK_SET, Fault, History, Key, MS, Nanos, Sample, now, process_of, seconds, wall_clock_offset,
+};
 use super::judge::{Rule, Violation, judge};
 use super::plan::Planned;
 use super::server_faults::login;
@@ -33,6 +35,9 @@ const DRAIN: Duration = Duration::from_secs(15);
 
 /// How often the server is looked at.
 const LOOK: Duration = Duration::from_millis(15);
+
+/// By how much the wall clock has to be set between two looks for that to be a fault.
+const CLOCK_STEP: u128 = 20 * MS as u128;
 
 /// How often a run says how it is going.
 const PROGRESS: Duration = Duration::from_secs(5);
@@ -124,7 +129,7 @@ impl Run {
             slots,
             records: records.clone(),
         });
-        let observer = Observer::start(&url, Arc::clone(&records.samples));
+        let observer = Observer::start(&url, records.clone());
         let mut acts = JoinSet::new();
         for planned in self.planned {
             let stage = Arc::clone(&stage);
@@ -302,12 +307,13 @@ struct Observer {
 }
 
 impl Observer {
-    fn start(url: &str, samples: Arc<Mutex<Vec<Sample>>>) -> Self {
+    fn start(url: &str, records: Records) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let client = redis::Client::open(url).expect("the server's URL");
         let stopped = Arc::clone(&stop);
         let thread = thread::spawn(move || {
             let mut connection = None;
+            let (mut at, mut offset) = (now(), wall_clock_offset());
             while !stopped.load(Ordering::Acquire) {
                 let limit = Duration::from_secs(10);
                 let looked = match connection
@@ -322,7 +328,18 @@ impl Observer {
                 };
                 if let Some((open, sample)) = looked {
                     connection = Some(open);
-                    samples.lock().unwrap().push(sample);
+                    records.samples.lock().unwrap().push(sample);
+                }
+                let (before, offset_before) = (at, offset);
+                (at, offset) = (now(), wall_clock_offset());
+                if offset.abs_diff(offset_before) > CLOCK_STEP {
+                    records.faults.lock().unwrap().push(Fault {
+                        from: before,
+                        to: at,
+                        kind: CLOCK_SET.into(),
+                        slot: None,
+                        met: true,
+                    });
                 }
                 thread::sleep(LOOK);
             }

@@ -1,7 +1,7 @@
 //! Whether anybody waits in front of a free lock.
 
 use super::attempts::{Attempt, Story};
-use super::forced::Force;
+use super::forced::{CLOCK, Force};
 use super::history::{Fault, MS, NO_CHANNEL, NO_PUBLISH, Nanos, slot_of};
 use super::judge::{Rule, Violation, locks, name};
 use super::worker::is_patient;
@@ -78,6 +78,14 @@ fn silent(
         seen, from, after, ..
     }: &Free,
 ) -> bool {
+    // A lease that ended early with a step of the clock says nothing to anybody.
+    let by_clock = |force: &&Force| {
+        let around = force.from <= from && force.to + GAP >= seen;
+        force.process == CLOCK && force.lock == lock && around
+    };
+    if story.forces.iter().any(|force| by_clock(&force)) {
+        return true;
+    }
     let mute = |fault: &&Fault| fault.met && [NO_PUBLISH, NO_CHANNEL].contains(&&*fault.kind);
     let then = |fault: &&Fault| fault.from <= from + GAP && fault.to + GAP >= seen;
     let by_slot = |slot| {
