@@ -10,7 +10,7 @@ use redisson_lock::{Error, LockClient, Owner, OwnerExt, ReentrantLock};
 use tokio::task::yield_now;
 use tokio::time::sleep;
 
-use super::held::{Asked, Held, refused, unless_leaving};
+use super::held::{Held, PendingAcquire, refused, unless_cancelled};
 use super::history::{Event, Nanos, Recorder, now};
 use super::worker::{BUSY_LOCKS, WATCHDOG, lock_name, register_name};
 
@@ -38,7 +38,7 @@ struct Want {
     /// `None` waits without limit.
     wait: Option<Duration>,
     /// After how many polls and how much time the caller goes away.
-    leaves: Option<(usize, Duration)>,
+    cancels: Option<(usize, Duration)>,
 }
 
 impl Actor {
@@ -58,23 +58,23 @@ impl Actor {
     }
 
     /// Takes a lock in turn with others like it, so that a missing wake-up is seen.
-    pub async fn hand_over(mut self, end: Nanos) {
+    pub async fn take_turns(mut self, end: Nanos) {
         while now() < end {
             // Some go away at the very moment when they are woken.
-            let leaves = self.random.random_bool(0.4);
-            let leaves = leaves.then(|| (self.random.random_range(1..8), self.up_to(1_000)));
+            let cancels = self.random.random_bool(0.4);
+            let cancels = cancels.then(|| (self.random.random_range(1..8), self.up_to(1_000)));
             let (owner, lease) = (Owner::new(), Some(self.long_lease));
             let want = Want {
                 lock: BUSY_LOCKS,
                 owner,
                 lease,
                 wait: None,
-                leaves,
+                cancels,
             };
             if let Some(held) = self.acquire(want).await {
                 sleep(Duration::from_millis(100) + self.up_to(500)).await;
                 held.sure();
-                self.give(want.owner, held).await;
+                self.release(want.owner, held).await;
             }
             sleep(self.up_to(2_500)).await;
         }
@@ -93,8 +93,8 @@ impl Actor {
             5..7 => Some(Duration::ZERO),
             _ => Some(Duration::from_millis(random.random_range(1..1_000))),
         };
-        let leaves = random.random_bool(0.2);
-        let leaves = leaves.then(|| {
+        let cancels = random.random_bool(0.2);
+        let cancels = cancels.then(|| {
             (
                 random.random_range(0..12),
                 Duration::from_millis(random.random_range(1..60)),
@@ -110,7 +110,7 @@ impl Actor {
             owner,
             lease,
             wait,
-            leaves,
+            cancels,
         }
     }
 
@@ -128,12 +128,12 @@ impl Actor {
         self.client.lock(lock_name(lock))
     }
 
-    fn invoked(&self, want: Want, how: &str) -> Asked {
+    fn invoked(&self, want: Want, how: &str) -> PendingAcquire {
         let attempt = self.recorder.attempt();
         let owner = format!("{}:{}", self.client.client_id(), want.owner.thread_id());
         let lease = want.lease.unwrap_or(WATCHDOG).as_nanos() as Nanos;
-        let how = if want.leaves.is_some() {
-            format!("{how} that may leave")
+        let how = if want.cancels.is_some() {
+            format!("{how} that may be cancelled")
         } else {
             how.to_owned()
         };
@@ -148,7 +148,7 @@ impl Actor {
                 renewed: want.lease.is_none(),
             },
         );
-        Asked {
+        PendingAcquire {
             attempt,
             recorder: Arc::clone(&self.recorder),
             answered: false,
@@ -185,7 +185,7 @@ impl Actor {
                 }
             }
         };
-        let outcome = unless_leaving(want.leaves, acquire.with_owner(want.owner)).await;
+        let outcome = unless_cancelled(want.cancels, acquire.with_owner(want.owner)).await;
         let guard = match outcome {
             Some(Ok(Some(guard))) => guard,
             other => {
@@ -260,7 +260,7 @@ impl Actor {
             let at = self.random.random_range(0..holds.len());
             let held = holds.swap_remove(at);
             held.sure();
-            self.give(want.owner, held).await;
+            self.release(want.owner, held).await;
         }
     }
 
@@ -319,11 +319,11 @@ impl Actor {
         Some(read)
     }
 
-    async fn give(&mut self, owner: Owner, mut held: Held) {
+    async fn release(&mut self, owner: Owner, mut held: Held) {
         let how = ["unlock", "unlock", "unlock", "drop", "leave", "forget"][self
             .random
             .random_range(0..if self.is_alone(owner) { 6 } else { 5 })];
-        let Some(guard) = held.giving(how) else {
+        let Some(guard) = held.releasing(how) else {
             return;
         };
         let outcome = match how {
@@ -333,8 +333,8 @@ impl Actor {
                 None
             }
             "leave" => {
-                let leaves = (self.random.random_range(0..4), Duration::from_millis(20));
-                unless_leaving(Some(leaves), guard.unlock()).await
+                let cancels = (self.random.random_range(0..4), Duration::from_millis(20));
+                unless_cancelled(Some(cancels), guard.unlock()).await
             }
             _ => {
                 let _ = guard.detach();
@@ -349,7 +349,7 @@ impl Actor {
                 Err(error) => error.to_string(),
             };
             self.recorder
-                .record(now(), held.attempt, Event::Gave { outcome });
+                .record(now(), held.attempt, Event::Released { outcome });
         }
     }
 
@@ -372,7 +372,7 @@ impl Actor {
     async fn run(&mut self, want: Want, end: Nanos) {
         let mut asked = self.invoked(
             Want {
-                leaves: None,
+                cancels: None,
                 ..want
             },
             "run",
@@ -399,13 +399,13 @@ impl Actor {
             recorder.record(now(), attempt, Event::Granted { remaining: 0 });
             if nests {
                 let inner = Want {
-                    leaves: None,
+                    cancels: None,
                     lease: None,
                     wait: None,
                     ..want
                 };
                 if let Some(held) = self.acquire(inner).await {
-                    self.give(want.owner, held).await;
+                    self.release(want.owner, held).await;
                 }
             }
             let mut read = None;
@@ -437,7 +437,7 @@ impl Actor {
             request
         };
         let outcome =
-            unless_leaving(want.leaves, request.run(guarded).with_owner(want.owner)).await;
+            unless_cancelled(want.cancels, request.run(guarded).with_owner(want.owner)).await;
         let at = now();
         match outcome {
             None => asked.answer(Event::Cancelled),
@@ -448,11 +448,11 @@ impl Actor {
                         .record(at, attempt, Event::SectionEnded { read, proven: true });
                 }
                 self.recorder
-                    .record(ended, attempt, Event::Giving { how: "run".into() });
+                    .record(ended, attempt, Event::Releasing { how: "run".into() });
                 self.recorder.record(
                     at,
                     attempt,
-                    Event::Gave {
+                    Event::Released {
                         outcome: "ok".into(),
                     },
                 );

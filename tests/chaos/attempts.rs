@@ -1,31 +1,32 @@
-//! The events of a history, put together again: what became of each attempt to hold a lock.
+//! The attempts of a history: all events of each of them, and when each may have happened.
 
 use std::collections::HashMap;
 use std::sync::OnceLock;
 
-use super::forced::{CLOCK, Force, InTheDark};
+use super::forced::{CLOCK, Force, ForcedLoss};
 use super::history::{
     CLOCK_SET, Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, STALLED, STOPPED, Sample,
     slot_of,
 };
 
-/// For how long a process must have had no fault until all that was unclear is settled in its
-/// background.
+/// How long a process must have had no fault until its background has settled every unknown
+/// outcome.
 pub const SETTLED: Nanos = 1_000 * MS;
 
-/// For how long a process may take, after it was stopped, to write down what happened before.
+/// How long a process may take, after a stop, to write down what happened before the stop.
 const WRITTEN: Nanos = 1_000 * MS;
 
-/// For how long the server may answer no look until that is a fault of its own.
+/// How long the server may answer no look until that counts as a fault.
 const STALL: Nanos = 300 * MS;
 
-/// One attempt to hold a lock, and what became of it.
+/// One attempt to acquire a lock, with all that followed. (An attempt of the history is one call of
+/// the library, which may run the acquire script several times.)
 #[derive(Debug, Clone, Default)]
 pub struct Attempt {
-    /// Found once: many rules ask for it.
+    /// Computed once: many rules use it.
     may_hold_until: OnceLock<Nanos>,
     grant: OnceLock<Option<Grant>>,
-    pub dark: OnceLock<Vec<InTheDark>>,
+    pub forced_losses: OnceLock<Vec<ForcedLoss>>,
     pub process: u64,
     pub lock: usize,
     pub owner: String,
@@ -35,26 +36,26 @@ pub struct Attempt {
     pub renewed: bool,
     pub invoked: Nanos,
     pub granted: Option<Nanos>,
-    /// Until when its owner has said to be sure.
+    /// The end of its last claim.
     pub sure_until: Nanos,
-    /// When it said so, and until when each time.
-    pub said: Vec<(Nanos, Nanos)>,
+    /// Its claims that the lock is not lost: when each was made, and when it ends.
+    pub claims: Vec<(Nanos, Nanos)>,
     /// When the acquire ended without a grant, and whether it is certain that it left nothing.
     pub ended: Option<(Nanos, bool)>,
-    /// Whether it was told that somebody else holds the lock.
+    /// Whether the acquire reported that another owner holds the lock.
     pub contended: bool,
-    /// When the acquire failed or was left unclear for another reason than that, and what was told.
+    /// When the acquire failed for another reason, or its outcome was unknown; and the message.
     pub error: Option<(Nanos, String)>,
     pub lost: Option<Loss>,
-    pub giving: Option<Nanos>,
-    pub gave: Option<(Nanos, String)>,
+    pub releasing: Option<Nanos>,
+    pub released: Option<(Nanos, String)>,
     pub sections: Vec<Section>,
     /// When the future of a `run` took a step.
     pub steps: Vec<Nanos>,
 }
 
-/// The time in which the server granted an attempt. The line of the history is no time of the
-/// grant: the reply may be read long after it.
+/// The interval in which the server granted an attempt. The line of the history says little about
+/// it: the process may read the reply long after the grant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grant {
     /// The server did not grant it before.
@@ -63,12 +64,12 @@ pub struct Grant {
     pub to: Nanos,
 }
 
-/// A loss that its owner was told.
+/// A loss that its owner reported.
 #[derive(Debug, Clone)]
 pub struct Loss {
     pub at: Nanos,
-    /// Whether by the owner's clock: no renewal was confirmed in time, or its lease was fixed.
-    /// Otherwise the server said so.
+    /// Whether the owner's clock ended the tenure: no renewal was confirmed in time, or the lease
+    /// was not renewed. Otherwise a reply of the server reported the loss.
     pub expired: bool,
 }
 
@@ -76,32 +77,31 @@ pub struct Loss {
 #[derive(Debug, Clone, Default)]
 pub struct Section {
     pub began: Nanos,
-    /// When it was over, the number that it read, and whether the lock was held all the time.
+    /// When it ended, the number that it read, and whether the lock was held all the time.
     pub ended: Option<(Nanos, u64, bool)>,
 }
 
 impl Attempt {
-    /// From when until when its owner was sure to have the lock, all by the library's word: from
-    /// the grant's return to the invocation of what gave it back, if that was confirmed; otherwise
-    /// no longer than it was said to last.
+    /// The time in which its owner was sure of the lock: from the return of the acquire until the
+    /// invocation of the release, if that was confirmed; otherwise no longer than the last claim.
     pub fn sure(&self) -> Option<(Nanos, Nanos)> {
         let from = self.granted?;
-        let to = match (&self.gave, self.giving) {
-            (Some((_, outcome)), Some(giving)) if outcome == "ok" => giving,
-            (_, Some(giving)) => giving.min(self.sure_until),
+        let to = match (&self.released, self.releasing) {
+            (Some((_, outcome)), Some(releasing)) if outcome == "ok" => releasing,
+            (_, Some(releasing)) => releasing.min(self.sure_until),
             (_, None) => self.sure_until,
         };
         (from < to).then_some((from, to))
     }
 
-    /// When the caller heard the end of the acquire.
+    /// When the acquire returned.
     pub fn answered(&self) -> Option<Nanos> {
         self.granted.or(self.ended.map(|(at, _)| at))
     }
 }
 
-/// A history that has been read with understanding.
-pub struct Story<'a> {
+/// What the rules need to know about a history.
+pub struct Analysis<'a> {
     pub attempts: Vec<Attempt>,
     pub forces: Vec<Force>,
     places: HashMap<(u64, u64), usize>,
@@ -113,7 +113,7 @@ pub struct Story<'a> {
     faults: HashMap<u64, Vec<Fault>>,
 }
 
-impl<'a> Story<'a> {
+impl<'a> Analysis<'a> {
     pub fn new(history: &'a History) -> Self {
         let mut lines: Vec<&Line> = history.lines.iter().collect();
         lines.sort_by_key(|line| line.at);
@@ -121,7 +121,7 @@ impl<'a> Story<'a> {
         let mut places: HashMap<(u64, u64), usize> = HashMap::new();
         let mut of_owner: HashMap<(usize, String), Vec<usize>> = HashMap::new();
         let mut longest_lease = 0;
-        // The beginnings first: an event may bear the time of the one before it.
+        // The invocations first: an event may have the same time as the one before it.
         for line in &lines {
             if let Event::Invoked {
                 lock,
@@ -175,7 +175,7 @@ impl<'a> Story<'a> {
                 met.iter().filter(own).cloned().collect()
             });
         }
-        let mut story = Self {
+        let mut analysis = Self {
             attempts,
             forces: Vec::new(),
             places,
@@ -194,10 +194,10 @@ impl<'a> Story<'a> {
         {
             match event {
                 Event::Forcing { lock } => {
-                    // Until its end is known.
-                    let to = story
+                    // Unless a later line says when it ended.
+                    let to = analysis
                         .killed(*process)
-                        .map_or(Nanos::MAX, |killed| story.settled(*process, killed));
+                        .map_or(Nanos::MAX, |killed| analysis.settled(*process, killed));
                     let (process, attempt) = (*process, *attempt);
                     let force = Force {
                         process,
@@ -206,35 +206,35 @@ impl<'a> Story<'a> {
                         from: *at,
                         to,
                         freed: true,
-                        told: None,
+                        answer: None,
                     };
-                    story.forces.push(force);
+                    analysis.forces.push(force);
                 }
                 Event::Forced { outcome } => {
                     let unknown = outcome == "unknown";
                     let to = if unknown {
-                        story.settled(*process, *at)
+                        analysis.settled(*process, *at)
                     } else {
                         *at
                     };
-                    let mut forces = story.forces.iter_mut();
+                    let mut forces = analysis.forces.iter_mut();
                     if let Some(force) =
                         forces.rfind(|force| (force.process, force.attempt) == (*process, *attempt))
                     {
                         let freed = outcome == "freed";
                         (force.to, force.freed) = (to, unknown || freed);
-                        force.told = (freed || outcome == "free").then_some(freed);
+                        force.answer = (freed || outcome == "free").then_some(freed);
                     }
                 }
                 _ => {}
             }
         }
-        story.forces.extend(story.clock_steps());
-        story
+        analysis.forces.extend(analysis.clock_steps());
+        analysis
     }
 
-    /// What a step of the wall clock does: as a force unlock of each lock, it may end one tenure,
-    /// until the leases of that time are over.
+    /// The steps of the wall clock. Like a force unlock, each may end one tenure of each lock, until
+    /// the leases of that time have ended.
     fn clock_steps(&self) -> Vec<Force> {
         let locks = self.attempts.iter().map(|attempt| attempt.lock + 1).max();
         let faults = self.history.faults.iter();
@@ -248,20 +248,20 @@ impl<'a> Story<'a> {
                     from: step.from,
                     to: step.to + self.longest_lease,
                     freed: true,
-                    told: None,
+                    answer: None,
                 })
             })
             .collect()
     }
 
-    /// What a process calls its attempt of that number.
+    /// The attempt to which a process gave that number.
     pub fn attempt(&self, process: u64, attempt: u64) -> Option<&Attempt> {
         self.places
             .get(&(process, attempt))
             .map(|place| &self.attempts[*place])
     }
 
-    /// All attempts of an attempt's owner to hold its lock, itself among them.
+    /// All attempts of the same owner to acquire the same lock, including this one.
     pub fn same_owner(&self, attempt: &Attempt) -> impl Iterator<Item = &Attempt> {
         let same = self.of_owner.get(&(attempt.lock, attempt.owner.clone()));
         let same = same.map_or(&[][..], Vec::as_slice).iter();
@@ -273,7 +273,7 @@ impl<'a> Story<'a> {
         self.killed.get(&process).copied()
     }
 
-    /// Until when an attempt may have a hold on the server. Never is `Nanos::MAX`.
+    /// Until when an attempt may have a hold on the server; `Nanos::MAX` if that never ends.
     pub fn may_hold_until(&self, attempt: &Attempt) -> Nanos {
         *attempt
             .may_hold_until
@@ -281,17 +281,17 @@ impl<'a> Story<'a> {
     }
 
     fn find_may_hold_until(&self, attempt: &Attempt) -> Nanos {
-        let unclear_since = match (attempt.ended, &attempt.gave, attempt.giving) {
+        let unclear_since = match (attempt.ended, &attempt.released, attempt.releasing) {
             (Some((at, true)), ..) => return at,
-            // A `run` brings its result even where its release is still on its way.
+            // A `run` may return its result before its release has reached the server.
             (_, Some((at, outcome)), _) if outcome == "ok" && attempt.how != "run" => return *at,
             (Some((at, false)), ..) => Some(at),
-            (None, gave, giving) => gave.as_ref().map(|(at, _)| *at).or(giving),
+            (None, released, releasing) => released.as_ref().map(|(at, _)| *at).or(releasing),
         };
         let settled = unclear_since.map(|since| {
             let since = since.max(attempt.lost.as_ref().map_or(0, |lost| lost.at));
             let settled = self.settled(attempt.process, since);
-            // What the server refuses to take back stays until its lease is over.
+            // A hold whose release the server refuses stays until its lease ends.
             let mut refusals = self
                 .faults_of(attempt.process)
                 .filter(|fault| fault.kind == NO_SCRIPTS);
@@ -308,8 +308,8 @@ impl<'a> Story<'a> {
         }
     }
 
-    /// When the server granted an attempt: between its invocation and the line, and where looks at
-    /// the server say more, between two of them.
+    /// When the server granted an attempt: between its invocation and its line or, if the looks
+    /// show more, between two of them.
     pub fn grant(&self, attempt: &Attempt) -> Option<Grant> {
         *attempt.grant.get_or_init(|| self.find_grant(attempt))
     }
@@ -329,7 +329,7 @@ impl<'a> Story<'a> {
             .filter(|force| force.freed && force.lock == attempt.lock)
             .filter(|force| force.from <= line && force.to >= attempt.invoked)
             .collect();
-        // Between two looks that do not find it, it may have been granted and have ended.
+        // The hold may have begun and ended between two looks that do not show it.
         let unseen = |from: Nanos, to: Nanos| {
             to - from >= attempt.lease
                 || forces
@@ -348,8 +348,8 @@ impl<'a> Story<'a> {
         Some(Grant { from, to })
     }
 
-    /// The grants of a lock to owners that were sure of it, in the order in which the server had
-    /// made them at the latest.
+    /// The grants of a lock to owners that were sure of it, in the order of the ends of their
+    /// intervals.
     pub fn grants(&self, lock: usize) -> Vec<(Grant, &Attempt)> {
         let of_lock = self.attempts.iter().filter(|attempt| attempt.lock == lock);
         let sure = of_lock.filter(|attempt| attempt.sure().is_some());
@@ -360,7 +360,8 @@ impl<'a> Story<'a> {
         grants
     }
 
-    /// The earliest time of what a process wrote down at that time, if it was stopped in between.
+    /// The earliest time of an event that a process wrote down at that time: the process may have
+    /// been stopped between the two.
     pub fn written_since(&self, process: u64, at: Nanos) -> Nanos {
         let stops = self
             .faults_of(process)
@@ -374,11 +375,11 @@ impl<'a> Story<'a> {
         })
     }
 
-    /// Until when a write that was begun by then may still reach the server.
+    /// Until when a write that began by then may still reach the server.
     pub fn may_write_until(&self, attempt: &Attempt, since: Option<Nanos>) -> Nanos {
         let since = since
             .or(attempt.ended.map(|(at, _)| at))
-            .or(attempt.gave.as_ref().map(|(at, _)| *at));
+            .or(attempt.released.as_ref().map(|(at, _)| *at));
         match (since, self.killed(attempt.process)) {
             (Some(since), _) => self.settled(attempt.process, since),
             (None, Some(killed)) => self.expired(attempt.process, killed),
@@ -398,8 +399,8 @@ impl<'a> Story<'a> {
         settled
     }
 
-    /// When all leases of a process that was killed then have run out, also those that were still
-    /// on their way.
+    /// When all leases of a process that was killed then have ended, including those of calls that
+    /// were still on their way to the server.
     fn expired(&self, process: u64, killed: Nanos) -> Nanos {
         let mut arrived = killed;
         for fault in self.faults_of(process) {
@@ -417,8 +418,8 @@ impl<'a> Story<'a> {
     }
 }
 
-/// The times in which the server answered no look, although no fault of the server was planned
-/// then: the machine was busy, or its disk slow. All processes met that.
+/// The times in which the server answered no look although no fault of the server was planned: the
+/// machine was busy, or its disk slow. They are faults of all processes.
 pub fn stalls(history: &History) -> impl Iterator<Item = Fault> {
     let pairs = history.samples.windows(2);
     let late = pairs.filter(|looks| looks[1].to - looks[0].to > STALL);
@@ -439,16 +440,16 @@ pub fn stalls(history: &History) -> impl Iterator<Item = Fault> {
 }
 
 impl Attempt {
-    fn say(&mut self, at: Nanos, remaining: Nanos) {
+    fn claim(&mut self, at: Nanos, remaining: Nanos) {
         self.sure_until = self.sure_until.max(at + remaining);
-        self.said.push((at, at + remaining));
+        self.claims.push((at, at + remaining));
     }
 
     fn take(&mut self, at: Nanos, event: &Event) {
         match event {
             Event::Granted { remaining } => {
                 self.granted = Some(at);
-                self.say(at, *remaining);
+                self.claim(at, *remaining);
             }
             Event::Failed { why } => {
                 self.ended = Some((at, true));
@@ -460,16 +461,16 @@ impl Attempt {
                 self.error = Some((at, why.clone()));
             }
             Event::TakenBack { .. } | Event::Cancelled => self.ended = Some((at, false)),
-            Event::Sure { remaining } => self.say(at, *remaining),
+            Event::Sure { remaining } => self.claim(at, *remaining),
             Event::Lost { reason } => {
-                // It is told once, but a `run` has several who hear.
+                // A loss happens once, but a `run` may write several lines about it.
                 self.lost.get_or_insert_with(|| Loss {
                     at,
                     expired: reason == "Expired",
                 });
             }
-            Event::Giving { .. } => self.giving = Some(at),
-            Event::Gave { outcome } => self.gave = Some((at, outcome.clone())),
+            Event::Releasing { .. } => self.releasing = Some(at),
+            Event::Released { outcome } => self.released = Some((at, outcome.clone())),
             Event::Worked => self.steps.push(at),
             Event::SectionBegan => self.sections.push(Section {
                 began: at,

@@ -1,22 +1,22 @@
-//! What owners may rely on: that nobody else has the lock, that the server has it for them, that
-//! they hear of its loss.
+//! The rules about what owners may rely on: no other owner has the lock, the server has it for
+//! them, and they report its loss.
 
-use super::attempts::{Attempt, Grant, Story};
-use super::forced::{Excuse, excuses, in_the_dark};
+use super::attempts::{Analysis, Attempt, Grant};
+use super::forced::{Excuse, excuses, forced_losses};
 use super::history::{Fault, Key, MS, Nanos, STALLED};
-use super::judge::{Rule, TOLD, Violation, locks, name};
+use super::judge::{REPORT_TIME, Rule, Violation, locks, name};
 
-/// What an expiry may be off, in milliseconds: the server tells whole ones.
+/// How far an expiry may be off, in milliseconds: the server rounds it.
 const ROUNDED: Nanos = 2;
 
-/// How long a time between two looks at the server may be for a renewal to be seen by them.
+/// The longest time between two looks in which a renewal cannot be missed.
 const UNSEEN: Nanos = 300 * MS;
 
-/// Whether nobody else was sure while somebody was.
-pub fn exclusion(story: &Story, found: &mut Vec<Violation>) {
-    for lock in 0..locks(story) {
+/// Checks that no two owners are sure of one lock at the same time.
+pub fn exclusion(analysis: &Analysis, found: &mut Vec<Violation>) {
+    for lock in 0..locks(analysis) {
         let mut open: Vec<(Nanos, &Attempt)> = Vec::new();
-        for (from, to, attempt) in sure_of(story, lock) {
+        for (from, to, attempt) in sure_of(analysis, lock) {
             open.retain(|(until, _)| *until > from);
             for (until, other) in open
                 .iter()
@@ -26,7 +26,7 @@ pub fn exclusion(story: &Story, found: &mut Vec<Violation>) {
                 let both = (over - from) / MS;
                 let forced = [*other, attempt]
                     .into_iter()
-                    .flat_map(|attempt| excuses(story, attempt, from, over));
+                    .flat_map(|attempt| excuses(analysis, attempt, from, over));
                 let what = format!(
                     "lock {lock}: {} and {} were both sure for {both} ms",
                     name(other),
@@ -39,12 +39,12 @@ pub fn exclusion(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
-/// Whether the server has what its owners are sure of.
-pub fn server(story: &Story, found: &mut Vec<Violation>) {
-    for lock in 0..locks(story) {
-        let mut sure = sure_of(story, lock).into_iter().peekable();
+/// Checks that the server has what its owners are sure of.
+pub fn server_agrees(analysis: &Analysis, found: &mut Vec<Violation>) {
+    for lock in 0..locks(analysis) {
+        let mut sure = sure_of(analysis, lock).into_iter().peekable();
         let mut open: Vec<(Nanos, &Attempt)> = Vec::new();
-        for sample in &story.history.samples {
+        for sample in &analysis.history.samples {
             while let Some((_, to, attempt)) = sure.next_if(|(from, ..)| *from <= sample.from) {
                 open.push((to, attempt));
             }
@@ -62,17 +62,22 @@ pub fn server(story: &Story, found: &mut Vec<Violation>) {
                 let expires = has.and_then(|key| Nanos::try_from(key.pttl).ok());
                 let expires = expires.map_or(Nanos::MAX, |pttl| sample.to + (pttl + ROUNDED) * MS);
                 let has = has.map_or(0, |key| key.count);
-                let said = attempt.said.iter().rev().find(|(at, _)| *at <= sample.from);
-                // It may have been looked at after a force unlock, whenever it was asked.
-                let forced = |attempt: &Attempt| excuses(story, attempt, sample.to, sample.from);
-                if let Some((_, until)) = said.filter(|(_, until)| *until > expires) {
+                let claim = attempt
+                    .claims
+                    .iter()
+                    .rev()
+                    .find(|(at, _)| *at <= sample.from);
+                // The script of the look may have run after a force unlock, whenever it was sent.
+                let forced = |attempt: &Attempt| excuses(analysis, attempt, sample.to, sample.from);
+                if let Some((_, until)) = claim.filter(|(_, until)| *until > expires) {
                     let ms = (until - expires) / MS;
                     let what = format!(
                         "lock {lock}: {} is sure for {ms} ms more than its lease lasts",
                         name(attempt)
                     );
                     found.push(
-                        Violation::new(Rule::Unfounded, sample.from, what).unless(forced(attempt)),
+                        Violation::new(Rule::NotHeldOnServer, sample.from, what)
+                            .unless(forced(attempt)),
                     );
                 }
                 let holds = own.len() as u64;
@@ -86,49 +91,59 @@ pub fn server(story: &Story, found: &mut Vec<Violation>) {
                         .map(|own| forced(own))
                         .filter(|forced| !forced.is_empty())
                         .collect();
-                    // The others have what the server has.
+                    // The holds that no force unlock explains must be there.
                     let enough = holds - gone.len() as u64 <= has;
                     let forced = gone.into_iter().flatten().filter(|_| enough).collect();
-                    found.push(Violation::new(Rule::Unfounded, sample.from, what).unless(forced));
+                    found.push(
+                        Violation::new(Rule::NotHeldOnServer, sample.from, what).unless(forced),
+                    );
                 }
             }
         }
     }
 }
 
-/// Whether owners heard of their losses: by the time of a rival's grant, and by the end of their
-/// leases.
-pub fn told(story: &Story, found: &mut Vec<Violation>) {
-    for lock in 0..locks(story) {
-        let grants = story.grants(lock);
-        let granted = story
+/// Checks that owners report their losses before another owner has the lock, and before the end of
+/// their leases.
+pub fn losses_reported(analysis: &Analysis, found: &mut Vec<Violation>) {
+    for lock in 0..locks(analysis) {
+        let grants = analysis.grants(lock);
+        let granted = analysis
             .attempts
             .iter()
             .filter(|attempt| attempt.lock == lock && attempt.granted.is_some());
         for owner in granted {
-            let taken = owner.sure().and_then(|_| taken(story, &grants, owner));
+            let taken = owner
+                .sure()
+                .and_then(|_| taken_over(analysis, &grants, owner));
             if let Some((taken, rival)) = taken {
-                if let Some((by, forced)) = unheard(story, owner, taken) {
+                if let Some((by, forced)) = unreported_loss(analysis, owner, taken) {
                     let owner = name(owner);
-                    let what = format!("lock {lock}: {owner} did not hear that {rival} has it");
-                    found.push(Violation::new(Rule::NotTold, by, what).unless(forced));
+                    let what = format!("lock {lock}: {owner} did not report its loss to {rival}");
+                    found.push(Violation::new(Rule::LossNotReported, by, what).unless(forced));
                 }
             }
-            if let Some((by, forced)) = unheard(story, owner, lease_over(story, owner)) {
+            if let Some((by, forced)) =
+                unreported_loss(analysis, owner, lease_over(analysis, owner))
+            {
                 let what = format!(
-                    "lock {lock}: {} did not hear that its lease was over",
+                    "lock {lock}: {} did not report the end of its lease",
                     name(owner)
                 );
-                found.push(Violation::new(Rule::NotTold, by, what).unless(forced));
+                found.push(Violation::new(Rule::LossNotReported, by, what).unless(forced));
             }
         }
     }
 }
 
-/// The earliest time by which another owner certainly has the lock after an owner's grant, and who
-/// that is: the server granted it in a time that begins after that grant, or a look after that
-/// grant shows it. The order of the lines shows nothing.
-fn taken(story: &Story, grants: &[(Grant, &Attempt)], owner: &Attempt) -> Option<(Nanos, String)> {
+/// The earliest time by which another owner certainly has the lock after an owner's grant, and the
+/// name of that other owner. Either the interval of its grant begins after the owner's grant, or a
+/// look after the owner's grant shows it. The order of the lines proves nothing.
+fn taken_over(
+    analysis: &Analysis,
+    grants: &[(Grant, &Attempt)],
+    owner: &Attempt,
+) -> Option<(Nanos, String)> {
     let granted = owner.granted?;
     let later = &grants[grants.partition_point(|(grant, _)| grant.to < granted)..];
     let rival = later
@@ -136,8 +151,11 @@ fn taken(story: &Story, grants: &[(Grant, &Attempt)], owner: &Attempt) -> Option
         .find(|(grant, rival)| grant.from >= granted && rival.owner != owner.owner);
     let by_grant = rival.map(|(grant, rival)| (grant.to, name(rival)));
     let until = by_grant.iter().map(|(to, _)| *to);
-    let until = until.chain(gone(story, owner)).min().unwrap_or(Nanos::MAX);
-    let samples = &story.history.samples;
+    let until = until
+        .chain(hold_ended(analysis, owner))
+        .min()
+        .unwrap_or(Nanos::MAX);
+    let samples = &analysis.history.samples;
     let looks = samples[samples.partition_point(|look| look.from < granted)..].iter();
     let other = |key: &&Key| key.lock == owner.lock && key.owner != owner.owner;
     let mut seen = looks
@@ -146,45 +164,51 @@ fn taken(story: &Story, grants: &[(Grant, &Attempt)], owner: &Attempt) -> Option
     seen.next().or(by_grant)
 }
 
-/// When an owner gave its hold back, or can say no more about it.
-fn gone(story: &Story, owner: &Attempt) -> Option<Nanos> {
+/// When an owner began to release its hold, or can no longer report anything about it.
+fn hold_ended(analysis: &Analysis, owner: &Attempt) -> Option<Nanos> {
     owner
-        .giving
+        .releasing
         .or(owner.ended.map(|(at, _)| at))
-        .or(story.killed(owner.process))
+        .or(analysis.killed(owner.process))
 }
 
-/// When an owner that had lost the lock by that time, and ran, had to know and did not; and what may
-/// explain it.
-fn unheard(story: &Story, owner: &Attempt, lost: Nanos) -> Option<(Nanos, Vec<Excuse>)> {
-    let by = lost.saturating_add(TOLD);
-    let stood = |fault: &Fault| {
+/// When a loss that happened by that time was due to be reported and was not, and which force
+/// unlocks may explain that. `None` if it was reported, or if the process was stopped.
+fn unreported_loss(
+    analysis: &Analysis,
+    owner: &Attempt,
+    lost: Nanos,
+) -> Option<(Nanos, Vec<Excuse>)> {
+    let by = lost.saturating_add(REPORT_TIME);
+    let stopped = |fault: &Fault| {
         let stands = fault.kind.starts_with("worker") || fault.kind == STALLED;
-        stands && fault.from < by && fault.to + TOLD > lost
+        stands && fault.from < by && fault.to + REPORT_TIME > lost
     };
-    let gone = gone(story, owner);
-    let knew = |by: Nanos| {
-        owner.lost.as_ref().is_some_and(|lost| lost.at <= by) || gone.is_some_and(|gone| gone <= by)
+    let ended = hold_ended(analysis, owner);
+    let reported = |by: Nanos| {
+        owner.lost.as_ref().is_some_and(|lost| lost.at <= by)
+            || ended.is_some_and(|ended| ended <= by)
     };
-    if knew(by) || story.faults_of(owner.process).any(stood) {
+    if reported(by) || analysis.faults_of(owner.process).any(stopped) {
         return None;
     }
-    let dark = in_the_dark(story, owner).iter();
-    let forced = dark.filter(|dark| lost >= dark.from && knew(dark.told_by.saturating_add(TOLD)));
-    Some((by, forced.map(|dark| dark.excuse.clone()).collect()))
+    let losses = forced_losses(analysis, owner).iter();
+    let forced = losses
+        .filter(|loss| lost >= loss.from && reported(loss.report_due.saturating_add(REPORT_TIME)));
+    Some((by, forced.map(|loss| loss.excuse.clone()).collect()))
 }
 
-/// When an owner that has nothing more to say has no lease any more, neither by its own word nor by
-/// what was seen of the server. While nobody looks it may be renewed.
-fn lease_over(story: &Story, owner: &Attempt) -> Nanos {
+/// When the lease of an owner that claims nothing more has ended, by its claims and by the looks.
+/// In a longer time between two looks it may have been renewed.
+fn lease_over(analysis: &Analysis, owner: &Attempt) -> Nanos {
     let Some(granted) = owner.granted else {
         return Nanos::MAX;
     };
-    let looks = &story.history.samples;
+    let looks = &analysis.history.samples;
     let own = |key: &&Key| key.lock == owner.lock && key.owner == owner.owner;
     let mut over = owner.sure_until.max(granted + owner.lease);
-    // It is over no earlier: the looks do not matter to an owner that ended its hold by then.
-    if gone(story, owner).is_some_and(|gone| gone <= over) {
+    // The looks only move the end to a later time: they do not matter once the hold has ended.
+    if hold_ended(analysis, owner).is_some_and(|ended| ended <= over) {
         return over;
     }
     let mut seen = granted;
@@ -203,46 +227,50 @@ fn lease_over(story: &Story, owner: &Attempt) -> Nanos {
     over
 }
 
-/// Whether the futures of `run` were stopped. The step in which a rival's grant falls may have been
-/// begun before it; none is begun after it, however late the process gets to it, because the clock
-/// is asked before each.
-pub fn stopped(story: &Story, found: &mut Vec<Violation>) {
-    for lock in 0..locks(story) {
-        let grants = story.grants(lock);
-        for run in story
+/// Checks that the futures of `run` are stopped. A step may have begun before another owner's
+/// grant and end after it. No step begins after the grant, however late the process is scheduled,
+/// because `run` checks the clock before each step.
+pub fn runs_stopped(analysis: &Analysis, found: &mut Vec<Violation>) {
+    for lock in 0..locks(analysis) {
+        let grants = analysis.grants(lock);
+        for run in analysis
             .attempts
             .iter()
             .filter(|attempt| attempt.lock == lock && attempt.steps.len() > 1)
         {
-            let Some((taken, rival)) = taken(story, &grants, run) else {
+            let Some((taken, rival)) = taken_over(analysis, &grants, run) else {
                 continue;
             };
             if let Some(at) = run.steps.iter().filter(|step| **step >= taken).nth(1) {
-                let forced = excuses(story, run, taken, *run.steps.last().unwrap_or(at));
+                let forced = excuses(analysis, run, taken, *run.steps.last().unwrap_or(at));
                 let (run, ms) = (name(run), (at - taken) / MS);
-                let what = format!("lock {lock}: {run} went on {ms} ms after {rival} had it");
-                found.push(Violation::new(Rule::NotStopped, *at, what).unless(forced));
+                let what = format!("lock {lock}: {run} continued {ms} ms after {rival} had it");
+                found.push(Violation::new(Rule::RunNotStopped, *at, what).unless(forced));
             }
         }
     }
 }
 
-/// Whether each guarded section found what the one before it wrote.
-pub fn register(story: &Story, found: &mut Vec<Violation>) {
-    for lock in 0..locks(story) {
+/// Checks that each guarded section read what the previous one wrote.
+pub fn register(analysis: &Analysis, found: &mut Vec<Violation>) {
+    for lock in 0..locks(analysis) {
         let mut proven = Vec::new();
         let mut unsure = Vec::new();
-        for attempt in story.attempts.iter().filter(|attempt| attempt.lock == lock) {
+        for attempt in analysis
+            .attempts
+            .iter()
+            .filter(|attempt| attempt.lock == lock)
+        {
             for section in &attempt.sections {
                 match section.ended {
                     Some((ended, _, true))
-                        if !excuses(story, attempt, ended, section.began).is_empty() =>
+                        if !excuses(analysis, attempt, ended, section.began).is_empty() =>
                     {
                         unsure.push((section.began, ended));
                     }
                     Some((ended, read, true)) => proven.push((section.began, ended, read, attempt)),
                     ended => {
-                        let until = story.may_write_until(attempt, ended.map(|(at, ..)| at));
+                        let until = analysis.may_write_until(attempt, ended.map(|(at, ..)| at));
                         unsure.push((section.began, until));
                     }
                 }
@@ -272,8 +300,11 @@ pub fn register(story: &Story, found: &mut Vec<Violation>) {
 }
 
 /// The sure times of one lock, in the order of their beginnings.
-fn sure_of<'s>(story: &'s Story, lock: usize) -> Vec<(Nanos, Nanos, &'s Attempt)> {
-    let of = story.attempts.iter().filter(|attempt| attempt.lock == lock);
+fn sure_of<'s>(analysis: &'s Analysis, lock: usize) -> Vec<(Nanos, Nanos, &'s Attempt)> {
+    let of = analysis
+        .attempts
+        .iter()
+        .filter(|attempt| attempt.lock == lock);
     let mut sure: Vec<_> = of
         .filter_map(|attempt| attempt.sure().map(|(from, to)| (from, to, attempt)))
         .collect();

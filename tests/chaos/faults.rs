@@ -14,7 +14,7 @@ use super::support::proxy::{Fate, Flow, Proxy, Way};
 use super::support::server::Server;
 
 /// What the faults act on.
-pub struct Stage {
+pub struct Targets {
     pub server: tokio::sync::Mutex<Server>,
     pub slots: Vec<Slot>,
     pub records: Records,
@@ -39,7 +39,7 @@ pub struct Incarnation {
     pub worker: Option<Worker>,
 }
 
-impl Stage {
+impl Targets {
     /// Does what was planned, and writes it down.
     pub async fn act(&self, planned: Planned) {
         let Planned {
@@ -65,7 +65,7 @@ impl Stage {
                     return;
                 };
                 let from = now();
-                let _guard = KilledWithUs::new(worker);
+                let _guard = KilledOnExit::new(worker);
                 worker.pause();
                 sleep(lasting).await;
                 worker.resume();
@@ -132,9 +132,9 @@ impl Stage {
 
 /// Kills a worker that stands still should this process end meanwhile: it could not notice that by
 /// itself.
-struct KilledWithUs(Child);
+struct KilledOnExit(Child);
 
-impl KilledWithUs {
+impl KilledOnExit {
     fn new(worker: &Worker) -> Self {
         let mut command = Command::new("sh");
         command
@@ -149,7 +149,7 @@ impl KilledWithUs {
     }
 }
 
-impl Drop for KilledWithUs {
+impl Drop for KilledOnExit {
     fn drop(&mut self) {
         // An error means that it has ended already.
         let _ = self.0.kill();

@@ -1,20 +1,20 @@
-//! What a force unlock permits: that one owner's possession ends without its owner's doing, who may
-//! not know until a renewal tells, or until the lease is over by its own clock.
+//! What a force unlock excuses: it ends the tenure of one owner, who may not know that until the
+//! reply to a renewal, or until the lease has ended by its own clock.
 //!
-//! Whom it took is not told. So what is wrong with the time that follows is noted with those whose
-//! possession explains it, and each force unlock is taken to have met one of them, as leaves the
-//! least unexplained.
+//! The history does not say which owner that is. Each violation that such a loss may explain
+//! therefore carries excuses: pairs of a force unlock and an owner. At the end, each force unlock is
+//! assigned the owner that leaves the fewest violations unexplained.
 
 use std::collections::HashMap;
 
-use super::attempts::{Attempt, Story};
+use super::attempts::{Analysis, Attempt};
 use super::history::{Fault, Key, MS, Nanos, Sample};
-use super::judge::{Rule, TOLD, Violation, locks, name};
+use super::judge::{REPORT_TIME, Rule, Violation, locks, name};
 
-/// For how long after a fault a process may still be busy with it: what is lost is asked for again.
+/// How long a process may still recover from a fault after its end: it sends lost calls again.
 pub const FELT: Nanos = 3_000 * MS;
 
-/// The process of a force unlock that stands for a step of the wall clock.
+/// The process of a force unlock that is in fact a step of the wall clock.
 pub const CLOCK: u64 = u64::MAX;
 
 /// A force unlock.
@@ -24,107 +24,112 @@ pub struct Force {
     pub attempt: u64,
     pub lock: usize,
     pub from: Nanos,
-    /// When it returned, or until when its script may have run.
+    /// When it returned or, if the outcome is unknown, until when its script may have run.
     pub to: Nanos,
     /// Whether it may have freed the lock.
     pub freed: bool,
-    /// Whether it was told to have done so; `None` if that is not known.
-    pub told: Option<bool>,
+    /// Whether it reported that it freed the lock; `None` if the outcome is unknown.
+    pub answer: Option<bool>,
 }
 
-/// A force unlock, by its place in the story, and the owner whom it took.
+/// A force unlock, by its index in the analysis, and the owner whose tenure it ended.
 pub type Excuse = (usize, String);
 
-/// A time in which an owner may not know that it was forced out.
+/// A time in which an owner may not know that a force unlock ended its tenure.
 #[derive(Debug, Clone)]
-pub struct InTheDark {
+pub struct ForcedLoss {
     pub from: Nanos,
-    /// Until when what it was told before may be wrong.
+    /// Until when its earlier claims may be wrong.
     pub to: Nanos,
-    /// When it has to know: a renewal tells, if nothing keeps it from the server.
-    pub told_by: Nanos,
+    /// When it has to report the loss: after the next renewal, if no fault delays that.
+    pub report_due: Nanos,
     pub excuse: Excuse,
 }
 
-/// When an attempt's owner may not have known that it was forced out.
-pub fn in_the_dark<'s>(story: &Story, attempt: &'s Attempt) -> &'s [InTheDark] {
-    attempt.dark.get_or_init(|| find_dark(story, attempt))
+/// The times in which an attempt's owner may not know that a force unlock ended its tenure.
+pub fn forced_losses<'s>(analysis: &Analysis, attempt: &'s Attempt) -> &'s [ForcedLoss] {
+    attempt
+        .forced_losses
+        .get_or_init(|| find_forced_losses(analysis, attempt))
 }
 
-fn find_dark(story: &Story, attempt: &Attempt) -> Vec<InTheDark> {
+fn find_forced_losses(analysis: &Analysis, attempt: &Attempt) -> Vec<ForcedLoss> {
     let may_have_met = |force: &Force| {
         let asked = force.freed && force.lock == attempt.lock && attempt.invoked <= force.to;
-        asked && story.may_hold_until(attempt) >= force.from
+        asked && analysis.may_hold_until(attempt) >= force.from
     };
-    let met = story
+    let met = analysis
         .forces
         .iter()
         .enumerate()
         .filter(|(_, force)| may_have_met(force));
     met.map(|(number, force)| {
-        let to = lease_over(story, attempt, force).min(seen_again(story, attempt, force));
-        let told_by = to.min(next_renewal(story, attempt, force));
-        InTheDark {
+        let to = lease_over(analysis, attempt, force).min(seen_again(analysis, attempt, force));
+        let report_due = to.min(next_renewal(analysis, attempt, force));
+        ForcedLoss {
             from: force.from,
             to,
-            told_by,
+            report_due,
             excuse: (number, attempt.owner.clone()),
         }
     })
     .collect()
 }
 
-/// What may explain that somebody was wrong from then until then.
-pub fn excuses(story: &Story, attempt: &Attempt, from: Nanos, to: Nanos) -> Vec<Excuse> {
-    let all = in_the_dark(story, attempt).iter();
-    all.filter(|dark| dark.from <= from && to <= dark.to)
-        .map(|dark| dark.excuse.clone())
+/// The force unlocks that may explain why an attempt was wrong in all of that time.
+pub fn excuses(analysis: &Analysis, attempt: &Attempt, from: Nanos, to: Nanos) -> Vec<Excuse> {
+    let all = forced_losses(analysis, attempt).iter();
+    all.filter(|loss| loss.from <= from && to <= loss.to)
+        .map(|loss| loss.excuse.clone())
         .collect()
 }
 
-/// Whether the force unlocks did what they were told to have done.
-pub fn force_unlocks(story: &Story, found: &mut Vec<Violation>) {
-    let of_locks = (0..locks(story)).map(|lock| {
-        let of_lock = story.attempts.iter().filter(|attempt| attempt.lock == lock);
+/// Checks that force unlocks did what they reported.
+pub fn force_unlocks(analysis: &Analysis, found: &mut Vec<Violation>) {
+    let of_locks = (0..locks(analysis)).map(|lock| {
+        let of_lock = analysis
+            .attempts
+            .iter()
+            .filter(|attempt| attempt.lock == lock);
         let granted = of_lock.filter_map(|attempt| Some((attempt.granted?, attempt)));
         let mut granted: Vec<_> = granted.collect();
         granted.sort_by_key(|(at, _)| *at);
         granted
     });
     let of_locks: Vec<_> = of_locks.collect();
-    for force in &story.forces {
+    for force in &analysis.forces {
         let granted = of_locks.get(force.lock).map_or(&[][..], Vec::as_slice);
         let before = granted.partition_point(|(at, _)| *at < force.from);
         let mut before = granted[..before].iter().map(|(_, attempt)| *attempt);
-        let problem = match force.told {
+        let problem = match force.answer {
             Some(true) => before
-                .find(|owner| stayed(story, owner, force))
+                .find(|owner| stayed(analysis, owner, force))
                 .map(|owner| ("freed", owner, vec![])),
             Some(false) => {
                 let sure = |owner: &&Attempt| owner.sure().is_some_and(|(_, to)| force.to < to);
                 let owner = before.find(sure);
-                // Another force unlock that began later may have come before it.
-                owner.map(|owner| ("free", owner, excuses(story, owner, force.to, force.to)))
+                // A force unlock that began later may have reached the server before this one.
+                owner.map(|owner| ("free", owner, excuses(analysis, owner, force.to, force.to)))
             }
             None => None,
         };
-        if let Some((told, owner, excuses)) = problem {
+        if let Some((answer, owner, excuses)) = problem {
             let (lock, process, owner) = (force.lock, force.process, name(owner));
             let what = format!(
-                "lock {lock}: process {process}'s force unlock said {told:?}, and {owner} kept it"
+                "lock {lock}: process {process}'s force unlock reported {answer:?}, and {owner} kept it"
             );
-            found.push(Violation::new(Rule::Lie, force.to, what).unless(excuses));
+            found.push(Violation::new(Rule::FalseReport, force.to, what).unless(excuses));
         }
     }
 }
 
 /// Whether an attempt had the lock from the last look before a force unlock until the first one
-/// after it, and nobody else may have given its owner the lock again in between.
-fn stayed(story: &Story, attempt: &Attempt, force: &Force) -> bool {
-    if story.may_hold_until(attempt) < force.to {
+/// after it, and no other attempt of its owner may have been granted the lock in between.
+fn stayed(analysis: &Analysis, attempt: &Attempt, force: &Force) -> bool {
+    if analysis.may_hold_until(attempt) < force.to {
         return false;
     }
-    let samples = &story.history.samples;
+    let samples = &analysis.history.samples;
     let Some(before) = samples[..samples.partition_point(|look| look.to <= force.from)].last()
     else {
         return false;
@@ -139,20 +144,23 @@ fn stayed(story: &Story, attempt: &Attempt, force: &Force) -> bool {
             .any(|key| key.lock == attempt.lock && key.owner == attempt.owner)
     };
     let held = attempt.granted.is_some_and(|at| at < before.from)
-        && story.may_hold_until(attempt) > after.to;
+        && analysis.may_hold_until(attempt) > after.to;
     let others = || {
-        story
+        analysis
             .same_owner(attempt)
             .filter(|other| !std::ptr::eq(*other, attempt))
     };
     let comes_back = |other: &Attempt| {
         other.invoked <= after.to
-            && other.granted.unwrap_or_else(|| story.may_hold_until(other)) >= before.from
+            && other
+                .granted
+                .unwrap_or_else(|| analysis.may_hold_until(other))
+                >= before.from
     };
     held && has(before) && has(after) && !others().any(comes_back)
 }
 
-/// Leaves what no force unlock explains.
+/// Removes the violations that force unlocks explain.
 pub fn unexplained(found: Vec<Violation>) -> Vec<Violation> {
     let mut open: Vec<&[Excuse]> = found.iter().map(|violation| &*violation.excuses).collect();
     let mut met: HashMap<usize, String> = HashMap::new();
@@ -161,7 +169,7 @@ pub fn unexplained(found: Vec<Violation>) -> Vec<Violation> {
         open.retain(|excuses| {
             !is_explained(excuses, &met) && excuses.iter().any(|excuse| left(&excuse))
         });
-        // What has only one explanation decides first.
+        // Violations with a single explanation decide first.
         let Some(least) = open
             .iter()
             .min_by_key(|excuses| excuses.iter().filter(left).count())
@@ -190,16 +198,16 @@ fn is_explained(excuses: &[Excuse], met: &HashMap<usize, String>) -> bool {
         .any(|(force, owner)| met.get(force) == Some(owner))
 }
 
-/// When the owner's lease is over by its own clock: it holds as long as the longest that it took,
-/// since it last had none.
-fn lease_over(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
-    let own = story
+/// When the owner's lease has ended by its own clock. It lasts as long as the longest one that the
+/// owner took in this tenure.
+fn lease_over(analysis: &Analysis, attempt: &Attempt, force: &Force) -> Nanos {
+    let own = analysis
         .same_owner(attempt)
         .filter(|other| other.invoked <= force.to);
     let mut own: Vec<_> = own
-        .map(|other| (story.may_hold_until(other), other.invoked, other.lease))
+        .map(|other| (analysis.may_hold_until(other), other.invoked, other.lease))
         .collect();
-    // The one that may have lasted for longest is first.
+    // The attempt that may have lasted for longest is first.
     own.sort_unstable_by(|one, other| other.cmp(one));
     let (mut since, mut longest) = (force.from, 0);
     for (until, invoked, lease) in own {
@@ -211,29 +219,30 @@ fn lease_over(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
     force.to.saturating_add(longest)
 }
 
-/// When a renewal was due after a force unlock, of an owner whose process met no fault.
-fn next_renewal(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
+/// When the next renewal was due after a force unlock; never if a fault may have delayed it.
+fn next_renewal(analysis: &Analysis, attempt: &Attempt, force: &Force) -> Nanos {
     let due = attempt
         .granted
         .unwrap_or(Nanos::MAX)
         .max(force.to)
         .saturating_add(attempt.lease / 3);
-    let fault =
-        |fault: &Fault| fault.from <= due.saturating_add(TOLD) && fault.to + FELT >= force.from;
-    let disturbed = !attempt.renewed || story.faults_of(attempt.process).any(fault);
+    let fault = |fault: &Fault| {
+        fault.from <= due.saturating_add(REPORT_TIME) && fault.to + FELT >= force.from
+    };
+    let disturbed = !attempt.renewed || analysis.faults_of(attempt.process).any(fault);
     if disturbed { Nanos::MAX } else { due }
 }
 
-/// When the server was seen to have the lock for the owner after all, who cannot have come back in
-/// between.
-fn seen_again(story: &Story, attempt: &Attempt, force: &Force) -> Nanos {
-    let samples = &story.history.samples;
+/// When a look shows that the owner still had the lock after a force unlock; never if another
+/// attempt of the owner may have acquired it again.
+fn seen_again(analysis: &Analysis, attempt: &Attempt, force: &Force) -> Nanos {
+    let samples = &analysis.history.samples;
     let mut later = samples[samples.partition_point(|sample| sample.from <= force.to)..].iter();
     let has = |key: &Key| key.lock == attempt.lock && key.owner == attempt.owner;
     let Some(seen) = later.find(|sample| sample.held.iter().any(has)) else {
         return Nanos::MAX;
     };
-    let mut others = story
+    let mut others = analysis
         .same_owner(attempt)
         .filter(|other| !std::ptr::eq(*other, attempt));
     let comes_back = others.any(|other| {

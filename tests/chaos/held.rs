@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use super::history::{Event, Nanos, Recorder, now};
 
 /// An acquire under way. Dropping it writes down that its caller went away.
-pub struct Asked {
+pub struct PendingAcquire {
     pub attempt: u64,
     pub recorder: Arc<Recorder>,
     pub answered: bool,
@@ -28,14 +28,14 @@ pub struct Held {
     pub watch: AbortHandle,
 }
 
-impl Asked {
+impl PendingAcquire {
     pub fn answer(mut self, event: Event) {
         self.answered = true;
         self.recorder.record(now(), self.attempt, event);
     }
 }
 
-impl Drop for Asked {
+impl Drop for PendingAcquire {
     fn drop(&mut self) {
         if !self.answered {
             self.recorder.record(now(), self.attempt, Event::Cancelled);
@@ -63,10 +63,10 @@ impl Held {
     }
 
     /// Writes down that it is about to be given back, and hands out the guard for that.
-    pub fn giving(&mut self, how: &str) -> Option<LockGuard> {
+    pub fn releasing(&mut self, how: &str) -> Option<LockGuard> {
         self.watch.abort();
         self.recorder
-            .record(now(), self.attempt, Event::Giving { how: how.into() });
+            .record(now(), self.attempt, Event::Releasing { how: how.into() });
         self.guard.take()
     }
 }
@@ -74,7 +74,7 @@ impl Held {
 impl Drop for Held {
     fn drop(&mut self) {
         if self.guard.is_some() {
-            drop(self.giving("drop"));
+            drop(self.releasing("drop"));
         }
     }
 }
@@ -99,11 +99,11 @@ pub fn refused(error: &Error) -> Event {
 }
 
 /// The future's output, unless its caller goes away before: after so many polls or so much time.
-pub async fn unless_leaving<F: Future>(
-    leaves: Option<(usize, Duration)>,
+pub async fn unless_cancelled<F: Future>(
+    cancels: Option<(usize, Duration)>,
     future: F,
 ) -> Option<F::Output> {
-    let Some((mut polls, time)) = leaves else {
+    let Some((mut polls, time)) = cancels else {
         return Some(future.await);
     };
     let mut future = pin!(future);

@@ -80,9 +80,9 @@ pub enum Event {
     /// The owner was told of a loss.
     Lost { reason: String },
     /// The hold is about to be given back.
-    Giving { how: String },
+    Releasing { how: String },
     /// What giving back brought: "ok", "lost", "unknown", or words.
-    Gave { outcome: String },
+    Released { outcome: String },
     /// How many holds the server counts for the owner, and how many there are.
     Count { expected: u64, found: u64 },
     /// A guarded section is about to touch the lock's register.
@@ -224,8 +224,8 @@ impl Line {
             Event::Cancelled => ("cancelled", json!({})),
             Event::Sure { remaining } => ("sure", json!({ "remaining": remaining })),
             Event::Lost { reason } => ("lost", json!({ "why": reason })),
-            Event::Giving { how } => ("giving", json!({ "how": how })),
-            Event::Gave { outcome } => ("gave", json!({ "why": outcome })),
+            Event::Releasing { how } => ("releasing", json!({ "how": how })),
+            Event::Released { outcome } => ("released", json!({ "why": outcome })),
             Event::Count { expected, found } => {
                 ("count", json!({ "expected": expected, "found": found }))
             }
@@ -274,8 +274,8 @@ impl Line {
             "lost" => Event::Lost {
                 reason: word("why")?,
             },
-            "giving" => Event::Giving { how: word("how")? },
-            "gave" => Event::Gave {
+            "releasing" => Event::Releasing { how: word("how")? },
+            "released" => Event::Released {
                 outcome: word("why")?,
             },
             "count" => Event::Count {
@@ -461,8 +461,8 @@ fn what_is_written_is_read_again() {
         Event::Lost {
             reason: "expired".into(),
         },
-        Event::Giving { how: "drop".into() },
-        Event::Gave {
+        Event::Releasing { how: "drop".into() },
+        Event::Released {
             outcome: "ok".into(),
         },
         Event::Count {
@@ -492,7 +492,7 @@ fn what_is_written_is_read_again() {
     for (at, event) in events.iter().enumerate() {
         recorder.record(at as Nanos, attempt, event.clone());
     }
-    // As a process leaves it that is killed while it writes.
+    // As a process cancels it that is killed while it writes.
     (&recorder.file).write_all(b"{\"at\":1").unwrap();
     let mut history = History::default();
     history.read(&path).unwrap();

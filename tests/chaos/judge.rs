@@ -1,94 +1,118 @@
-//! The judge: a pure function from a history to what was broken in it.
+//! The judge: a pure function from a history to the violations in it.
 //!
-//! **Exclusion.** What the library says of time is taken at its word. A guard is *sure* from the
-//! acquire's return, and at each time `t` before which `remaining_lease()` was asked it is sure
-//! until `t` + what that answered; never beyond the invocation of what gives the hold back. An
-//! unlock that is confirmed says that the lock was held until its invocation, and a `run` that
-//! brings a result says so of all the time that its future ran. None of this depends on how fast a
-//! signal is heard, so it holds for a process as well that is killed, starved or stopped (SIGSTOP):
-//! such a process may *think* for longer that it has the lock, but every claim in its history was
-//! proved when it was made, and nothing is claimed without asking. Two owners' sure times must
-//! never overlap, and whenever the server is asked it must have the owner that is sure, with at
-//! least as many holds, and a lease that lasts for as long as was said.
+//! # Times
 //!
-//! **Told.** Where a rival was granted the lock, the owner has heard `lost()` by then; where none
-//! was, by the end of all that it was sure of and of the lease that the server was last seen to
-//! have for it. Half a second is allowed for the writing down, and the process must have run in it.
+//! A process writes a line when it notices an event. It may have been stopped in between (SIGSTOP),
+//! so a line only says that the event happened by then. Each rule therefore compares intervals:
 //!
-//! **Stopped.** The future of a `run` begins no step after a rival's grant was returned. The step
-//! that is under way then may end, however late; it is told from others by the next one, and no
-//! time is allowed for that: a process that stood still looks at the clock first.
+//! * A grant lies between the invocation of its attempt and its line. The looks at the server
+//!   narrow that interval ([`Analysis::grant`]).
+//! * A loss lies between the last stop of its process and its line ([`Analysis::written_since`]).
+//! * A release lies between the last look that finds the lock held and the first one that finds it
+//!   free.
+//! * A claim ("the lock is not lost for another 300 ms") counts from a time that was taken before
+//!   the library was asked, so it is correct however late its line is.
 //!
-//! **Force unlocks.** A force unlock permits all of this for the possession of one owner, of those
-//! who may have had the lock while it was under way: from its invocation until the server is seen
-//! to have the lock for that owner after all, or until the lease is over by the owner's clock. That
-//! the owner is told ends it as well: nobody is sure after that. Where the lease is renewed and
-//! nothing was wrong, a third of the lease later it has to be told.
+//! # Rules
 //!
-//! **Truth.** The server never has more holds of an owner than attempts of that owner that may be
-//! there: not one that was told to have failed, or to be given back, not for a moment; one whose
-//! end is not known until its process has been without a fault for a second, or, if its user may
-//! not have had the right to run scripts, until its lease is over. No key is without an expiry. The
-//! counts that are told are right. No unlock succeeds after the loss was told, and nobody is sure
-//! after it. A loss by the owner's clock never comes before the time that was told to be sure, and,
-//! where there was no fault, not while the server's lease goes on for long; any other loss never
-//! comes while the server has the lock for the owner. A renewed lease does not end, nothing fails
-//! and nothing is unknown, where there was no fault. Nobody is told of contention where nobody else
-//! is.
+//! **Exclusion.** The judge takes every claim of the library literally. An owner is *sure* of its
+//! lock from the return of the acquire. At each time `t` at which it asked `remaining_lease()`, it
+//! is sure until `t` plus the answer, and never beyond the invocation of the release. A confirmed
+//! unlock says that the owner held the lock until the invocation of the unlock. A `run` that
+//! returns a result says so for all the time of its future. No claim depends on how fast a signal
+//! arrives, so the rule also covers a process that is killed, starved or stopped: such a process
+//! may *believe* for longer that it holds the lock, but it claims nothing without asking. The sure
+//! times of two owners must never overlap. Each look at the server must show the owner that is
+//! sure, with at least as many holds, and a lease that lasts for as long as the library claimed.
 //!
-//! **Wake-ups.** While a lock is free whenever one looks, nobody waits for it for longer than a
-//! second and a half, unless the process met a fault, or did in the second and a half before. The
-//! bound is far below the re-check interval of those workers that have a long one, and far above
-//! what a wake-up takes. These alone are excused as well where the one who freed the lock may not
-//! have had the right to publish, and as long as they wait after they may not have had the right to
-//! subscribe.
+//! **Loss reports.** When another owner has the lock, `lost()` of the previous owner has completed.
+//! When no other owner takes the lock, `lost()` completes by the end of all claims and of the last
+//! lease that a look shows. A process has half a second to write the loss down, and must have been
+//! running during it.
+//!
+//! **Stopped runs.** The future of a `run` begins no step after another owner was granted the lock.
+//! The step that runs at that time may end, however late. The judge recognises it by the step after
+//! it, and allows no time for that: a process that was stopped checks the clock first.
+//!
+//! **Force unlocks.** A force unlock excuses one owner, of those that may have held the lock while
+//! it ran: from its invocation until a look shows that owner with the lock again, or until the lease
+//! has ended by the owner's clock. The excuse also ends when the owner reports the loss, because no
+//! owner is sure after that. If the lease is renewed and no fault happened, the owner reports the
+//! loss a third of the lease later.
+//!
+//! **Clock steps.** A step of the wall clock ends leases on the server early. It excuses one owner
+//! of each lock, as a force unlock does, until the leases of that time have ended.
+//!
+//! **Holds on the server.** The server never has more holds of an owner than attempts of that owner
+//! that may have one. An attempt that reported a failure, or whose release was confirmed, has none.
+//! An attempt with an unknown outcome may have one until its process has had no fault for a second
+//! or, if its user could not run scripts, until its lease has ended. Every key has an expiry.
+//!
+//! **Outcomes.** Reported hold counts are correct. No unlock succeeds after the owner reported a
+//! loss, and no owner is sure after it. A loss by the owner's clock never comes before the end of a
+//! claim and, without a fault, not long before the end of the lease on the server. Any other loss
+//! never comes while the server has the lock for the owner. Without a fault, no renewed lease ends,
+//! no operation fails, and no outcome is unknown. An acquire reports contention only if another
+//! owner may hold the lock.
+//!
+//! **Wake-ups.** While every look finds a lock free, no waiter waits for it for longer than 1.5 s,
+//! unless its process met a fault then or in the 1.5 s before. The bound is far below the long
+//! re-check interval that some workers have, and far above the time of a wake-up. Workers with the
+//! long interval are also excused if the process that released the lock could not publish, and
+//! while they could not subscribe.
 //!
 //! **Register.** A section that was sure of its lock from before its read until after its write
-//! finds what the last one before it wrote, unless a section that was not sure may have written in
-//! between.
+//! reads what the previous one wrote, unless a section that was not sure may have written between
+//! the two.
 //!
-//! **Panic.** Nothing panics, in no process, not where it is caught either.
+//! **Panic.** No process panics, not even where the panic is caught.
 //!
-//! **Conservation.** Every acquire of a process that lives comes to an end, and when all is over
-//! there is no key, no subscription and no task.
+//! **Ends.** Every acquire of a process that was not killed ends. At the end of the run there is no
+//! key, no subscription and no task.
+//!
+//! # Faults that were not planned
+//!
+//! The server answers a look within milliseconds. If it answers none for 300 ms and no fault of the
+//! server was planned, the machine was busy or its disk slow: that counts as a fault of all
+//! processes.
 
 use std::fmt;
 
-use super::attempts::{Attempt, Story};
-use super::claims::{exclusion, register, server, stopped, told};
+use super::attempts::{Analysis, Attempt};
+use super::claims::{exclusion, losses_reported, register, runs_stopped, server_agrees};
 use super::forced::{Excuse, force_unlocks, unexplained};
 use super::history::{History, MS, Nanos, seconds};
+use super::outcomes::{outcomes, panics, server_holds};
 use super::wakeups::wakeups;
-use super::words::{panics, truth, words};
 
-/// For how long a loss may be on its way to the history.
-pub const TOLD: Nanos = 500 * MS;
+/// How long a process may take to write a loss down.
+pub const REPORT_TIME: Nanos = 500 * MS;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Rule {
     /// Two owners were sure of one lock.
     Exclusion,
     /// An owner was sure of a lock that the server did not have for it.
-    Unfounded,
-    /// An owner did not hear that it had lost.
-    NotTold,
-    /// A guarded future went on after a rival had the lock.
-    NotStopped,
-    /// The server has a hold that nobody can have, or too many.
+    NotHeldOnServer,
+    /// An owner did not report its loss in time.
+    LossNotReported,
+    /// A guarded future began a step after another owner had the lock.
+    RunNotStopped,
+    /// The server has a hold, or more holds, than any attempt can have.
     Leak,
     /// A key has no expiry.
     NoExpiry,
-    /// A hold count was told wrongly.
-    Count,
-    /// An outcome says what is not so.
-    Lie,
-    /// A waiter stood before a free lock.
+    /// A reported hold count is wrong.
+    WrongCount,
+    /// A reported outcome contradicts the rest of the history.
+    FalseReport,
+    /// A waiter waited for a free lock.
     LostWakeup,
-    /// A guarded update was lost.
+    /// A guarded update of the register was lost.
     LostUpdate,
-    /// Something never ended or was left behind.
-    Conservation,
-    /// The run itself came to grief, or something in one of its processes.
+    /// An operation did not end, or something is left on the server or in a process.
+    LeftBehind,
+    /// The run itself or one of its processes panicked.
     Panic,
 }
 
@@ -97,12 +121,12 @@ pub struct Violation {
     pub rule: Rule,
     pub at: Nanos,
     pub what: String,
-    /// What may have been the reason and is none of the library's fault.
+    /// Force unlocks that may be the reason; the library is not wrong then.
     pub excuses: Vec<Excuse>,
 }
 
 impl Violation {
-    /// One for which there is no excuse.
+    /// A violation without an excuse.
     pub fn new(rule: Rule, at: Nanos, what: String) -> Self {
         Self {
             rule,
@@ -112,7 +136,7 @@ impl Violation {
         }
     }
 
-    /// With what may have been the reason.
+    /// The same, with force unlocks that may be the reason.
     pub fn unless(self, excuses: Vec<Excuse>) -> Self {
         Self { excuses, ..self }
     }
@@ -124,28 +148,28 @@ impl fmt::Display for Violation {
     }
 }
 
-/// Finds all that was broken, in the order of time.
+/// Finds all violations, in the order of their times.
 pub fn judge(history: &History) -> Vec<Violation> {
-    let story = Story::new(history);
+    let analysis = Analysis::new(history);
     let mut found = Vec::new();
-    exclusion(&story, &mut found);
-    server(&story, &mut found);
-    truth(&story, &mut found);
-    told(&story, &mut found);
-    stopped(&story, &mut found);
-    words(&story, &mut found);
-    force_unlocks(&story, &mut found);
-    wakeups(&story, &mut found);
-    register(&story, &mut found);
-    conservation(&story, &mut found);
+    exclusion(&analysis, &mut found);
+    server_agrees(&analysis, &mut found);
+    server_holds(&analysis, &mut found);
+    losses_reported(&analysis, &mut found);
+    runs_stopped(&analysis, &mut found);
+    outcomes(&analysis, &mut found);
+    force_unlocks(&analysis, &mut found);
+    wakeups(&analysis, &mut found);
+    register(&analysis, &mut found);
+    left_behind(&analysis, &mut found);
     found.extend(panics(history));
     found.sort_by_key(|violation| violation.at);
     unexplained(found)
 }
 
-/// How many locks there are.
-pub fn locks(story: &Story) -> usize {
-    story
+/// The number of locks.
+pub fn locks(analysis: &Analysis) -> usize {
+    analysis
         .attempts
         .iter()
         .map(|attempt| attempt.lock + 1)
@@ -153,29 +177,33 @@ pub fn locks(story: &Story) -> usize {
         .unwrap_or(0)
 }
 
-fn conservation(story: &Story, found: &mut Vec<Violation>) {
-    let end = story.history.samples.last().map_or(0, |sample| sample.to);
-    for attempt in &story.attempts {
-        if story.killed(attempt.process).is_some() {
+fn left_behind(analysis: &Analysis, found: &mut Vec<Violation>) {
+    let end = analysis
+        .history
+        .samples
+        .last()
+        .map_or(0, |sample| sample.to);
+    for attempt in &analysis.attempts {
+        if analysis.killed(attempt.process).is_some() {
             continue;
         }
         let problem = match (
             attempt.answered(),
-            attempt.giving.or(attempt.ended.map(|(at, _)| at)),
+            attempt.releasing.or(attempt.ended.map(|(at, _)| at)),
         ) {
             (None, _) => "never ended",
-            (Some(_), None) => "was never given back",
+            (Some(_), None) => "was never released",
             (Some(_), Some(_)) => continue,
         };
         let what = format!("lock {}: {} {problem}", attempt.lock, name(attempt));
-        found.push(Violation::new(Rule::Conservation, end, what));
+        found.push(Violation::new(Rule::LeftBehind, end, what));
     }
-    for left in &story.history.left {
-        found.push(Violation::new(Rule::Conservation, end, left.clone()));
+    for left in &analysis.history.left {
+        found.push(Violation::new(Rule::LeftBehind, end, left.clone()));
     }
 }
 
-/// What an attempt is called in a message.
+/// The name of an attempt in a message.
 pub fn name(attempt: &Attempt) -> String {
     let thread = attempt.owner.rsplit(':').next().unwrap_or_default();
     format!(

@@ -3,20 +3,20 @@
 
 use super::history::{CLOCK_SET, Event, MS};
 use super::judge::Rule;
-use super::tale::Tale;
+use super::scenario::Scenario;
 
 /// Process 1 has the lock from 100 for two seconds. At 505 the server does not have it any more;
 /// process 2 is granted it at 520; process 1 reports its loss at 1400.
-fn expired_early() -> Tale {
+fn expired_early() -> Scenario {
     let lost = Event::Lost {
         reason: "Gone".into(),
     };
-    Tale::default()
+    Scenario::default()
         .granted(100, 1, 1)
         .line(1_400, 1, 1, lost)
-        .gave(1_500, 1, 1, "lost")
+        .released(1_500, 1, 1, "lost")
         .granted(520, 2, 1)
-        .gave(1_100, 2, 1, "ok")
+        .released(1_100, 2, 1, "ok")
         .server(100, 500, &[(1, 1)])
         .server(520, 1_100, &[(2, 1)])
         .server(1_110, 5_000, &[])
@@ -26,9 +26,9 @@ fn expired_early() -> Tale {
 fn lease_that_ends_early_after_a_clock_step_is_not_accused() {
     let wrong = [
         Rule::Exclusion,
-        Rule::Unfounded,
-        Rule::NotTold,
-        Rule::Unfounded,
+        Rule::NotHeldOnServer,
+        Rule::LossNotReported,
+        Rule::NotHeldOnServer,
     ];
     expired_early().breaks(&wrong);
     expired_early().fault(490, 505, CLOCK_SET, None).breaks(&[]);
@@ -40,12 +40,12 @@ fn lease_that_ends_early_after_a_clock_step_is_not_accused() {
 
 #[test]
 fn lease_shortened_by_a_clock_step_is_not_accused() {
-    let tale = || {
-        let mut tale = Tale::default()
+    let scenario = || {
+        let mut scenario = Scenario::default()
             .granted(100, 1, 1)
-            .gave(1_000, 1, 1, "ok")
+            .released(1_000, 1, 1, "ok")
             .server(100, 1_000, &[(1, 1)]);
-        let later = tale
+        let later = scenario
             .0
             .samples
             .iter_mut()
@@ -53,10 +53,10 @@ fn lease_shortened_by_a_clock_step_is_not_accused() {
         later
             .flat_map(|look| &mut look.held)
             .for_each(|key| key.pttl = 600);
-        tale
+        scenario
     };
-    tale().breaks(&[Rule::Unfounded]);
-    tale().fault(495, 505, CLOCK_SET, None).breaks(&[]);
+    scenario().breaks(&[Rule::NotHeldOnServer]);
+    scenario().fault(495, 505, CLOCK_SET, None).breaks(&[]);
 }
 
 #[test]
@@ -65,35 +65,35 @@ fn clock_step_excuses_one_owner_of_a_lock() {
     let lost = Event::Lost {
         reason: "Gone".into(),
     };
-    Tale::default()
+    Scenario::default()
         .granted(100, 1, 1)
         .line(1_400, 1, 1, lost.clone())
-        .gave(1_500, 1, 1, "lost")
+        .released(1_500, 1, 1, "lost")
         .granted(520, 3, 1)
         .line(1_400, 3, 1, lost)
-        .gave(1_500, 3, 1, "lost")
+        .released(1_500, 3, 1, "lost")
         .granted(820, 2, 1)
-        .gave(1_100, 2, 1, "ok")
+        .released(1_100, 2, 1, "ok")
         .fault(490, 505, CLOCK_SET, None)
-        .breaks(&[Rule::Exclusion, Rule::NotTold]);
+        .breaks(&[Rule::Exclusion, Rule::LossNotReported]);
 }
 
 #[test]
 fn waiter_without_rechecks_behind_a_lease_that_ended_early_is_not_accused() {
     // The waiter knows the old end of the lease, and no message says that the lock is free.
-    let tale = || {
-        let mut tale = Tale::default()
+    let scenario = || {
+        let mut scenario = Scenario::default()
             .invoked(95, 1, 1)
             .line(100, 1, 1, Event::Granted { remaining: 0 })
             .invoked(150, 3, 1)
             .line(4_000, 3, 1, Event::Granted { remaining: 0 })
-            .gave(4_005, 3, 1, "ok")
+            .released(4_005, 3, 1, "ok")
             .server(0, 90, &[])
             .server(100, 500, &[(1, 1)])
             .server(510, 4_000, &[]);
-        tale.0.killed.push((1, 200 * MS));
-        tale
+        scenario.0.killed.push((1, 200 * MS));
+        scenario
     };
-    tale().breaks(&[Rule::LostWakeup]);
-    tale().fault(490, 505, CLOCK_SET, None).breaks(&[]);
+    scenario().breaks(&[Rule::LostWakeup]);
+    scenario().fault(490, 505, CLOCK_SET, None).breaks(&[]);
 }

@@ -2,13 +2,13 @@
 
 use super::history::{Event, MS, Nanos};
 use super::judge::Rule;
-use super::tale::{Tale, owner_of};
+use super::scenario::{Scenario, owner_of};
 
-impl Tale {
+impl Scenario {
     /// An operator's force unlock of lock 0, in process 9.
     fn forced(self, from: Nanos, to: Nanos, outcome: &str) -> Self {
-        let tale = self.line(from, 9, 7, Event::Forcing { lock: 0 });
-        tale.line(
+        let scenario = self.line(from, 9, 7, Event::Forcing { lock: 0 });
+        scenario.line(
             to,
             9,
             7,
@@ -43,12 +43,12 @@ impl Tale {
 
 /// Process 1 has the lock from 100, for two seconds; process 2 has it from 1020; and the first is
 /// told at 1400.
-fn taken_over() -> Tale {
-    let tale = Tale::default()
+fn taken_over() -> Scenario {
+    let scenario = Scenario::default()
         .granted(100, 1, 1)
         .lost(1_400, 1)
-        .gave(1_500, 1, 1, "lost");
-    tale.granted(1_020, 2, 1).gave(1_100, 2, 1, "ok")
+        .released(1_500, 1, 1, "lost");
+    scenario.granted(1_020, 2, 1).released(1_100, 2, 1, "ok")
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn what_was_forced_may_be_had_twice_until_it_is_told() {
     taken_over().forced(1_000, 1_010, "unknown").breaks(&[]);
     taken_over()
         .forced(1_000, 1_010, "free")
-        .breaks(&[Rule::Lie, Rule::Exclusion]);
+        .breaks(&[Rule::FalseReport, Rule::Exclusion]);
     // Another lock, or too late.
     let other = taken_over().line(1_000, 9, 7, Event::Forcing { lock: 1 });
     other
@@ -85,76 +85,77 @@ fn a_force_unlock_is_no_excuse_for_being_sure_after_it_was_told() {
     taken_over()
         .forced(1_000, 1_010, "freed")
         .sure(1_410, 1, 2_090)
-        .breaks(&[Rule::Lie]);
+        .breaks(&[Rule::FalseReport]);
 }
 
 #[test]
 fn an_owner_that_never_hears_of_a_force_unlock_is_found() {
     // Its lease is over at 3010, and half a second is for the writing down.
-    let tale = |told| {
-        Tale::default()
+    let scenario = |reported| {
+        Scenario::default()
             .granted(100, 1, 1)
-            .lost(told, 1)
-            .gave(9_000, 1, 1, "lost")
+            .lost(reported, 1)
+            .released(9_000, 1, 1, "lost")
     };
-    let tale = |told| {
-        tale(told)
+    let scenario = |reported| {
+        scenario(reported)
             .forced(1_000, 1_010, "freed")
             .granted(2_200, 2, 1)
-            .gave(2_300, 2, 1, "ok")
+            .released(2_300, 2, 1, "ok")
     };
-    tale(3_400).breaks(&[]);
-    tale(3_600).breaks(&[Rule::NotTold]);
+    scenario(3_400).breaks(&[]);
+    scenario(3_600).breaks(&[Rule::LossNotReported]);
     // It goes on being sure.
-    tale(3_400)
+    scenario(3_400)
         .sure(3_300, 1, 3_800)
         .granted(3_500, 3, 1)
-        .gave(3_600, 3, 1, "ok")
+        .released(3_600, 3, 1, "ok")
         .breaks(&[Rule::Exclusion]);
 }
 
 #[test]
 fn a_force_unlock_takes_one_owner() {
     // Two more have it at once.
-    let tale = || {
+    let scenario = || {
         taken_over()
             .forced(1_000, 1_010, "freed")
             .granted(1_050, 3, 1)
-            .gave(1_090, 3, 1, "ok")
+            .released(1_090, 3, 1, "ok")
     };
-    tale().breaks(&[Rule::Exclusion]);
+    scenario().breaks(&[Rule::Exclusion]);
     // They had all asked before, so each of them may be the one; not two of them.
     let three = |granted: [Nanos; 3]| {
-        let tale = Tale::default().forced(1_000, 1_010, "freed");
+        let scenario = Scenario::default().forced(1_000, 1_010, "freed");
         granted
             .into_iter()
             .zip(1..)
-            .fold(tale, |tale, (at, process)| {
+            .fold(scenario, |scenario, (at, process)| {
                 let granted = Event::Granted {
                     remaining: 2_000 * MS,
                 };
-                tale.invoked(90, process, 1)
+                scenario
+                    .invoked(90, process, 1)
                     .line(at, process, 1, granted)
-                    .gave(1_500, process, 1, "ok")
+                    .released(1_500, process, 1, "ok")
             })
     };
     three([1_020, 1_030, 1_040]).breaks(&[Rule::Exclusion]);
     three([1_020, 1_030, 1_600])
-        .gave(1_700, 3, 1, "ok")
+        .released(1_700, 3, 1, "ok")
         .breaks(&[]);
 }
 
 #[test]
 fn each_force_unlock_takes_an_owner_of_its_own() {
     // The third asked before both, and may have been taken by either; the second of them did.
-    let tale = |second: &str| {
-        let tale = taken_over().forced(1_000, 1_010, "freed").line(
+    let scenario = |second: &str| {
+        let scenario = taken_over().forced(1_000, 1_010, "freed").line(
             1_600,
             8,
             7,
             Event::Forcing { lock: 0 },
         );
-        let tale = tale
+        let scenario = scenario
             .line(
                 1_610,
                 8,
@@ -164,7 +165,7 @@ fn each_force_unlock_takes_an_owner_of_its_own() {
                 },
             )
             .invoked(90, 3, 1);
-        let tale = tale
+        let scenario = scenario
             .line(
                 1_550,
                 3,
@@ -174,31 +175,32 @@ fn each_force_unlock_takes_an_owner_of_its_own() {
                 },
             )
             .lost(2_100, 3);
-        let tale = tale
-            .gave(2_300, 3, 1, "lost")
+        let scenario = scenario
+            .released(2_300, 3, 1, "lost")
             .granted(1_620, 4, 1)
             .granted(1_650, 4, 2)
             .granted(1_660, 4, 3);
-        tale.gave(1_700, 4, 1, "ok")
-            .gave(1_710, 4, 2, "ok")
-            .gave(1_720, 4, 3, "ok")
+        scenario
+            .released(1_700, 4, 1, "ok")
+            .released(1_710, 4, 2, "ok")
+            .released(1_720, 4, 3, "ok")
     };
-    tale("freed").breaks(&[]);
-    tale("free").breaks(&[Rule::Lie, Rule::Exclusion]);
+    scenario("freed").breaks(&[]);
+    scenario("free").breaks(&[Rule::FalseReport, Rule::Exclusion]);
 }
 
 #[test]
 fn who_is_seen_to_have_the_lock_after_a_force_unlock_was_not_its_victim() {
-    let tale = |process| {
-        let tale = Tale::default().forced(1_000, 1_010, "freed");
-        let tale = tale
+    let scenario = |process| {
+        let scenario = Scenario::default().forced(1_000, 1_010, "freed");
+        let scenario = scenario
             .server(1_050, 1_060, &[(process, 1)])
             .granted(100, 1, 1)
-            .gave(1_500, 1, 1, "ok");
-        tale.granted(1_030, 2, 1).gave(1_500, 2, 1, "ok")
+            .released(1_500, 1, 1, "ok");
+        scenario.granted(1_030, 2, 1).released(1_500, 2, 1, "ok")
     };
-    tale(2).breaks(&[]);
-    tale(1).breaks(&[Rule::Exclusion, Rule::Unfounded]);
+    scenario(2).breaks(&[]);
+    scenario(1).breaks(&[Rule::Exclusion, Rule::NotHeldOnServer]);
 }
 
 #[test]
@@ -211,23 +213,30 @@ fn what_was_forced_may_run_on_count_wrongly_and_write_too_much_for_a_while() {
             lease: 2_000 * MS,
             renewed: false,
         };
-        let tale =
-            Tale::default()
-                .line(95, 1, 1, run)
-                .line(100, 1, 1, Event::Granted { remaining: 0 });
-        let tale = [150, 1_030, last]
+        let scenario = Scenario::default().line(95, 1, 1, run).line(
+            100,
+            1,
+            1,
+            Event::Granted { remaining: 0 },
+        );
+        let scenario = [150, 1_030, last]
             .into_iter()
-            .fold(tale, |tale, at| tale.line(at, 1, 1, Event::Worked));
-        let tale =
-            tale.lost(last + 1, 1)
-                .line(last + 1, 1, 1, Event::TakenBack { why: "lost".into() });
-        tale.granted(1_020, 2, 1).gave(1_100, 2, 1, "ok")
+            .fold(scenario, |scenario, at| {
+                scenario.line(at, 1, 1, Event::Worked)
+            });
+        let scenario = scenario.lost(last + 1, 1).line(
+            last + 1,
+            1,
+            1,
+            Event::TakenBack { why: "lost".into() },
+        );
+        scenario.granted(1_020, 2, 1).released(1_100, 2, 1, "ok")
     };
-    run(1_400).breaks(&[Rule::NotStopped]);
+    run(1_400).breaks(&[Rule::RunNotStopped]);
     run(1_400).forced(1_000, 1_010, "freed").breaks(&[]);
     run(3_100)
         .forced(1_000, 1_010, "freed")
-        .breaks(&[Rule::NotStopped]);
+        .breaks(&[Rule::RunNotStopped]);
 
     let count = || {
         taken_over().line(
@@ -241,7 +250,7 @@ fn what_was_forced_may_run_on_count_wrongly_and_write_too_much_for_a_while() {
         )
     };
     count().forced(1_000, 1_010, "freed").breaks(&[]);
-    count().breaks(&[Rule::Exclusion, Rule::Count]);
+    count().breaks(&[Rule::Exclusion, Rule::WrongCount]);
 
     let update = || {
         taken_over()
@@ -254,21 +263,23 @@ fn what_was_forced_may_run_on_count_wrongly_and_write_too_much_for_a_while() {
 
 #[test]
 fn a_force_unlock_is_a_reason_to_lose() {
-    let told = |at| {
-        Tale::default()
+    let reported = |at| {
+        Scenario::default()
             .granted(100, 1, 1)
             .lost(at, 1)
-            .gave(at + 5, 1, 1, "lost")
+            .released(at + 5, 1, 1, "lost")
             .server(100, at, &[(1, 1)])
     };
-    told(1_020).breaks(&[Rule::Lie]);
-    told(1_005).forced(1_000, 1_010, "freed").breaks(&[]);
+    reported(1_020).breaks(&[Rule::FalseReport]);
+    reported(1_005).forced(1_000, 1_010, "freed").breaks(&[]);
     // Told before it was asked for.
-    told(990).forced(1_000, 1_010, "freed").breaks(&[Rule::Lie]);
+    reported(990)
+        .forced(1_000, 1_010, "freed")
+        .breaks(&[Rule::FalseReport]);
     // An owner in the same process is told first, and the lock may then not be freed.
     let told_here = |process| {
-        let tale = told(1_005).line(1_000, process, 7, Event::Forcing { lock: 0 });
-        tale.line(
+        let scenario = reported(1_005).line(1_000, process, 7, Event::Forcing { lock: 0 });
+        scenario.line(
             1_010,
             process,
             7,
@@ -278,14 +289,14 @@ fn a_force_unlock_is_a_reason_to_lose() {
         )
     };
     told_here(1).breaks(&[]);
-    told_here(9).breaks(&[Rule::Lie]);
+    told_here(9).breaks(&[Rule::FalseReport]);
 }
 
 #[test]
 fn an_old_lease_is_no_reason_not_to_know() {
     // The owner had the lock for 20 s once, and gave it back; then for two seconds, again and
     // again.
-    let tale = |gave: Nanos| {
+    let scenario = |released: Nanos| {
         let long = Event::Invoked {
             lock: 0,
             owner: owner_of(1),
@@ -293,7 +304,7 @@ fn an_old_lease_is_no_reason_not_to_know() {
             lease: 20_000 * MS,
             renewed: false,
         };
-        let tale = Tale::default().line(10, 1, 9, long).line(
+        let scenario = Scenario::default().line(10, 1, 9, long).line(
             15,
             1,
             9,
@@ -301,40 +312,40 @@ fn an_old_lease_is_no_reason_not_to_know() {
                 remaining: 19_000 * MS,
             },
         );
-        let tale = tale
-            .gave(gave, 1, 9, "ok")
+        let scenario = scenario
+            .released(released, 1, 9, "ok")
             .granted(100, 1, 1)
             .forced(1_000, 1_010, "freed");
-        let tale = (500..8_000)
+        let scenario = (500..8_000)
             .step_by(500)
-            .fold(tale, |tale, at| tale.sure(at, 1, at + 1_500));
-        let tale = tale
+            .fold(scenario, |scenario, at| scenario.sure(at, 1, at + 1_500));
+        let scenario = scenario
             .granted(1_020, 2, 1)
             .sure(3_000, 2, 4_900)
-            .gave(4_000, 2, 1, "ok");
-        tale.lost(9_000, 1).gave(9_010, 1, 1, "lost")
+            .released(4_000, 2, 1, "ok");
+        scenario.lost(9_000, 1).released(9_010, 1, 1, "lost")
     };
-    tale(30).breaks(&[Rule::Exclusion, Rule::NotTold]);
+    scenario(30).breaks(&[Rule::Exclusion, Rule::LossNotReported]);
     // What was there when it took the lock anew lasts on.
-    tale(200).breaks(&[]);
+    scenario(200).breaks(&[]);
 }
 
 #[test]
 fn a_force_unlock_says_what_it_did() {
-    let tale = |outcome| {
-        let tale = Tale::default()
+    let scenario = |outcome| {
+        let scenario = Scenario::default()
             .granted(100, 1, 1)
             .forced(1_000, 1_010, outcome)
-            .gave(1_900, 1, 1, "ok");
-        tale.server(0, 90, &[])
+            .released(1_900, 1, 1, "ok");
+        scenario.server(0, 90, &[])
     };
     let held = |outcome| {
-        tale(outcome)
+        scenario(outcome)
             .server(100, 1_900, &[(1, 1)])
             .server(1_910, 4_000, &[])
     };
-    held("freed").breaks(&[Rule::Lie]);
-    held("free").breaks(&[Rule::Lie]);
+    held("freed").breaks(&[Rule::FalseReport]);
+    held("free").breaks(&[Rule::FalseReport]);
     held("unknown").breaks(&[]);
     // The owner may have taken it again.
     let again = held("freed").invoked(990, 1, 2).line(
@@ -345,9 +356,9 @@ fn a_force_unlock_says_what_it_did() {
             remaining: 2_000 * MS,
         },
     );
-    again.gave(1_200, 1, 2, "ok").breaks(&[]);
+    again.released(1_200, 1, 2, "ok").breaks(&[]);
     // It had been freed before, by another.
-    let before = tale("free").line(500, 8, 7, Event::Forcing { lock: 0 });
+    let before = scenario("free").line(500, 8, 7, Event::Forcing { lock: 0 });
     before
         .line(
             510,
@@ -361,7 +372,7 @@ fn a_force_unlock_says_what_it_did() {
         .breaks(&[]);
     // Or at the same time, and after it.
     let both = |from| {
-        let both = tale("free").line(from, 8, 7, Event::Forcing { lock: 0 });
+        let both = scenario("free").line(from, 8, 7, Event::Forcing { lock: 0 });
         both.line(
             from + 2,
             8,
@@ -373,19 +384,19 @@ fn a_force_unlock_says_what_it_did() {
         .server(100, 990, &[(1, 1)])
     };
     both(1_005).breaks(&[]);
-    both(1_015).breaks(&[Rule::Lie]);
+    both(1_015).breaks(&[Rule::FalseReport]);
     // Somebody was there before, and was freed; nobody was there.
-    let freed = Tale::default()
+    let freed = Scenario::default()
         .granted(100, 1, 1)
         .lost(1_005, 1)
-        .gave(1_015, 1, 1, "lost")
+        .released(1_015, 1, 1, "lost")
         .server(0, 90, &[]);
     freed
         .server(100, 1_000, &[(1, 1)])
         .server(1_010, 4_000, &[])
         .forced(1_000, 1_010, "freed")
         .breaks(&[]);
-    Tale::default()
+    Scenario::default()
         .forced(1_000, 1_010, "free")
         .server(0, 4_000, &[])
         .breaks(&[]);
@@ -394,25 +405,27 @@ fn a_force_unlock_says_what_it_did() {
 #[test]
 fn a_force_unlock_is_told_with_the_next_renewal() {
     // A third of the lease after the force unlock is 1677.
-    let tale = |told| {
-        let tale = Tale::default()
+    let scenario = |reported| {
+        let scenario = Scenario::default()
             .granted(100, 1, 1)
             .renewed()
             .forced(1_000, 1_010, "freed");
-        let tale =
-            tale.granted(1_020, 2, 1)
-                .gave(2_900, 2, 1, "ok")
-                .server(1_030, 2_890, &[(2, 1)]);
-        tale.lost(told, 1).gave(told + 10, 1, 1, "lost")
+        let scenario = scenario
+            .granted(1_020, 2, 1)
+            .released(2_900, 2, 1, "ok")
+            .server(1_030, 2_890, &[(2, 1)]);
+        scenario
+            .lost(reported, 1)
+            .released(reported + 10, 1, 1, "lost")
     };
-    tale(2_150).breaks(&[]);
-    tale(2_250).breaks(&[Rule::NotTold]);
-    tale(2_250)
+    scenario(2_150).breaks(&[]);
+    scenario(2_250).breaks(&[Rule::LossNotReported]);
+    scenario(2_250)
         .fault(1_200, 1_700, "replies held", Some(1))
         .breaks(&[]);
-    tale(2_250)
+    scenario(2_250)
         .fault(1_200, 1_700, "replies held", Some(2))
-        .breaks(&[Rule::NotTold]);
+        .breaks(&[Rule::LossNotReported]);
 }
 
 #[test]
@@ -426,23 +439,28 @@ fn acquire_that_fails_beside_a_force_unlock_is_a_lie() {
         lease: 2_000 * MS,
         renewed: false,
     };
-    let tale = Tale::default()
-        .line(95, 1, 1, run)
-        .line(100, 1, 1, Event::Granted { remaining: 0 });
-    let tale = [150, 1_030, 1_100, 1_400]
+    let scenario =
+        Scenario::default()
+            .line(95, 1, 1, run)
+            .line(100, 1, 1, Event::Granted { remaining: 0 });
+    let scenario = [150, 1_030, 1_100, 1_400]
         .into_iter()
-        .fold(tale, |tale, at| tale.line(at, 1, 1, Event::Worked));
-    let tale = tale
-        .lost(1_401, 1)
-        .line(1_401, 1, 1, Event::TakenBack { why: "lost".into() });
-    let tale = tale
+        .fold(scenario, |scenario, at| {
+            scenario.line(at, 1, 1, Event::Worked)
+        });
+    let scenario =
+        scenario
+            .lost(1_401, 1)
+            .line(1_401, 1, 1, Event::TakenBack { why: "lost".into() });
+    let scenario = scenario
         .granted(1_020, 2, 1)
-        .gave(1_100, 2, 1, "ok")
+        .released(1_100, 2, 1, "ok")
         .forced(1_000, 1_010, "freed");
     let timed_out = Event::Failed {
         why: "timed out".into(),
     };
-    tale.invoked(200, 3, 1)
+    scenario
+        .invoked(200, 3, 1)
         .line(1_005, 3, 1, timed_out)
-        .breaks(&[Rule::Lie]);
+        .breaks(&[Rule::FalseReport]);
 }

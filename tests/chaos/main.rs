@@ -15,15 +15,15 @@ mod judged;
 mod judged_clock;
 mod judged_forced;
 mod judged_late;
+mod outcomes;
 mod plan;
 mod report;
 mod run;
+mod scenario;
 mod server_faults;
 #[path = "../support/mod.rs"]
 mod support;
-mod tale;
 mod wakeups;
-mod words;
 mod worker;
 
 use std::ops::RangeInclusive;
@@ -81,9 +81,9 @@ async fn random_faults_break_no_promise() {
         );
         panic!("{}", report::failure(&what, seed, &verdict));
     }
-    let few = figures.shown.too_few(seconds);
+    let few = figures.counts.too_few(seconds);
     if !few.is_empty() {
-        let what = format!("nothing was shown under seed {seed}: {}", few.join("; "));
+        let what = format!("nothing was counts under seed {seed}: {}", few.join("; "));
         panic!("{}", report::failure(&what, seed, &verdict));
     }
 }
@@ -109,7 +109,7 @@ async fn keys_that_are_deleted_are_seen_to_break_exclusion() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lock_that_is_freed_without_a_message_is_seen_as_a_lost_wakeup() {
     assert!(
-        found_after(Kind::FreeInSilence, 5_000, 2_600, 6)
+        found_after(Kind::FreeWithoutMessage, 5_000, 2_600, 6)
             .await
             .contains(&Rule::LostWakeup)
     );
@@ -216,15 +216,15 @@ async fn found_after(kind: Kind, every: u64, lasts: u64, seconds: u64) -> Vec<Ru
     let verdict = run.run().await;
     let left = report::keep(1, &verdict);
     let again = judge(&History::reread(&left.history).unwrap());
-    let told = |violations: &[Violation]| {
+    let texts = |violations: &[Violation]| {
         violations
             .iter()
             .map(ToString::to_string)
             .collect::<Vec<_>>()
     };
     assert_eq!(
-        told(&again),
-        told(&verdict.violations),
+        texts(&again),
+        texts(&verdict.violations),
         "{} says something else",
         left.history.display()
     );

@@ -3,7 +3,7 @@
 //! None of them may break exclusion. A server that stands still, or is down and comes back with its
 //! data, lets leases run out as if it had been there, and owners are told by their own clocks. What
 //! a client sent on a connection that it has given up may arrive late: the client has the server
-//! close that connection first. A process that is killed leaves its leases behind, and so does one
+//! close that connection first. A process that is killed cancels its leases behind, and so does one
 //! that may not run scripts. A server that is busy or full refuses.
 //!
 //! The [controls](Kind::is_control) must break it, or the judge is blind.
@@ -15,8 +15,8 @@ use super::history::{NO_CHANNEL, NO_PUBLISH, NO_SCRIPTS, STOPPED};
 
 /// For how long each storm lasts, and the calm after it, in which what is left has to settle and
 /// waiters to wake.
-const STORM: u64 = 10_000;
-const CALM: u64 = 5_000;
+const FAULT_TIME: u64 = 10_000;
+const QUIET_TIME: u64 = 5_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -47,7 +47,7 @@ pub enum Kind {
     /// A control: the keys are deleted.
     DeleteKeys,
     /// A control: a lock of somebody else goes away without a message.
-    FreeInSilence,
+    FreeWithoutMessage,
 }
 
 /// A fault to come.
@@ -87,7 +87,7 @@ impl Kind {
             Kind::KillWorker => "worker killed, replaced",
             Kind::ForgetData => "server lost its data",
             Kind::DeleteKeys => "keys deleted",
-            Kind::FreeInSilence => "freed in silence",
+            Kind::FreeWithoutMessage => "freed without a message",
         }
     }
 
@@ -111,7 +111,7 @@ impl Kind {
     pub fn is_control(self) -> bool {
         matches!(
             self,
-            Kind::ForgetData | Kind::DeleteKeys | Kind::FreeInSilence
+            Kind::ForgetData | Kind::DeleteKeys | Kind::FreeWithoutMessage
         )
     }
 }
@@ -119,13 +119,13 @@ impl Kind {
 /// The faults of a run of that many seconds.
 pub fn plan(seed: u64, seconds: u64, slots: usize) -> Vec<Planned> {
     let mut random = StdRng::seed_from_u64(seed);
-    let last = (seconds * 1_000).saturating_sub(CALM);
+    let last = (seconds * 1_000).saturating_sub(QUIET_TIME);
     let mut planned = Vec::new();
     let mut at = 300;
     loop {
         at += random.random_range(50..500);
-        if at % (STORM + CALM) > STORM {
-            at = (at / (STORM + CALM) + 1) * (STORM + CALM);
+        if at % (FAULT_TIME + QUIET_TIME) > FAULT_TIME {
+            at = (at / (FAULT_TIME + QUIET_TIME) + 1) * (FAULT_TIME + QUIET_TIME);
         }
         if at >= last {
             return planned;
@@ -138,7 +138,8 @@ pub fn plan(seed: u64, seconds: u64, slots: usize) -> Vec<Planned> {
         } else {
             longest
         };
-        let over = (at / (STORM + CALM) * (STORM + CALM) + STORM).min(last);
+        let over =
+            (at / (FAULT_TIME + QUIET_TIME) * (FAULT_TIME + QUIET_TIME) + FAULT_TIME).min(last);
         let lasts = random.random_range(longest / 20..=longest).min(over - at);
         planned.push(Planned {
             at,
@@ -199,8 +200,8 @@ fn a_seed_determines_the_faults() {
     assert!(planned.len() > 50, "{}", planned.len());
     for Planned { at, lasts, .. } in planned {
         assert!(
-            at % (STORM + CALM) <= STORM
-                && (at + lasts) % (STORM + CALM) <= STORM
+            at % (FAULT_TIME + QUIET_TIME) <= FAULT_TIME
+                && (at + lasts) % (FAULT_TIME + QUIET_TIME) <= FAULT_TIME
                 && at + lasts <= 55_000
         );
     }

@@ -4,19 +4,19 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::attempts::{Attempt, Story, stalls};
+use super::attempts::{Analysis, Attempt, stalls};
 use super::history::{Event, History, Nanos};
 use super::run::Verdict;
 
 /// A run's figures.
 pub struct Figures {
-    pub shown: Shown,
+    pub counts: Counts,
     rows: Vec<(String, String)>,
 }
 
 /// How often there was what the rules are about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shown {
+pub struct Counts {
     pub grants: usize,
     /// Outcomes that were told to be unknown.
     pub unknown: usize,
@@ -26,8 +26,8 @@ pub struct Shown {
     pub looks: usize,
 }
 
-impl Shown {
-    /// How often it has to be in a minute, or the run has shown nothing.
+impl Counts {
+    /// How often it has to be in a minute, or the run has counts nothing.
     const A_MINUTE: Self = Self {
         grants: 300,
         unknown: 6,
@@ -69,7 +69,7 @@ impl Figures {
             violations,
             ..
         } = verdict;
-        let story = Story::new(history);
+        let analysis = Analysis::new(history);
         let count = |wanted: fn(&Event) -> bool| {
             history
                 .lines
@@ -78,7 +78,7 @@ impl Figures {
                 .count()
         };
         let grants = count(|event| matches!(event, Event::Granted { .. }));
-        let processes = story
+        let processes = analysis
             .attempts
             .iter()
             .map(|attempt| attempt.process)
@@ -93,7 +93,7 @@ impl Figures {
         );
         row("grants", grants.to_string());
         row("grants/s", (grants as u64 / seconds.max(1)).to_string());
-        row("re-entries", reentries(&story).to_string());
+        row("re-entries", reentries(&analysis).to_string());
         row(
             "callers that left",
             count(|event| matches!(event, Event::Cancelled)).to_string(),
@@ -103,7 +103,7 @@ impl Figures {
         row("locks freed by force", forced.to_string());
         row(
             "losses told",
-            story
+            analysis
                 .attempts
                 .iter()
                 .filter(|attempt| attempt.lost.is_some())
@@ -114,11 +114,16 @@ impl Figures {
             |attempt: &&Attempt| attempt.lost.as_ref().is_some_and(|lost| !lost.expired);
         row(
             "of them by the server's word",
-            story.attempts.iter().filter(by_server).count().to_string(),
+            analysis
+                .attempts
+                .iter()
+                .filter(by_server)
+                .count()
+                .to_string(),
         );
         let acquires = count(|event| matches!(event, Event::Unknown { .. }));
         let unlocks =
-            count(|event| matches!(event, Event::Gave { outcome } if outcome == "unknown"));
+            count(|event| matches!(event, Event::Released { outcome } if outcome == "unknown"));
         let forces =
             count(|event| matches!(event, Event::Forced { outcome } if outcome == "unknown"));
         let unknown = acquires + unlocks + forces;
@@ -138,7 +143,7 @@ impl Figures {
         row("unplanned: no look answered", stalls.to_string());
         row("violations", violations.len().to_string());
         Self {
-            shown: Shown {
+            counts: Counts {
                 grants,
                 unknown,
                 sections,
@@ -171,9 +176,9 @@ fn kinds(history: &History) -> BTreeMap<String, usize> {
 }
 
 /// Grants to an owner that had the lock already.
-fn reentries(story: &Story) -> usize {
+fn reentries(analysis: &Analysis) -> usize {
     let mut held_until: HashMap<(usize, &str), Nanos> = HashMap::new();
-    let mut attempts: Vec<_> = story
+    let mut attempts: Vec<_> = analysis
         .attempts
         .iter()
         .filter(|attempt| attempt.granted.is_some())
@@ -182,7 +187,7 @@ fn reentries(story: &Story) -> usize {
     let mut number = 0;
     for attempt in attempts {
         let ended = attempt
-            .giving
+            .releasing
             .or(attempt.ended.map(|(at, _)| at))
             .unwrap_or(Nanos::MAX);
         let until = held_until
@@ -236,7 +241,7 @@ pub fn keep(seed: u64, verdict: &Verdict) -> Left {
 
 #[test]
 fn a_run_that_shows_too_little_is_told_from_one_that_shows_enough() {
-    let enough = Shown {
+    let enough = Counts {
         grants: 50,
         unknown: 0,
         sections: 0,
@@ -247,7 +252,7 @@ fn a_run_that_shows_too_little_is_told_from_one_that_shows_enough() {
         enough.too_few(11),
         ["only 50 grants in 11 s, and 300 a minute are demanded"]
     );
-    let enough = Shown {
+    let enough = Counts {
         grants: 300,
         unknown: 6,
         sections: 60,
@@ -256,33 +261,33 @@ fn a_run_that_shows_too_little_is_told_from_one_that_shows_enough() {
     assert!(enough.too_few(60).is_empty());
     let few = [
         (
-            Shown {
+            Counts {
                 grants: 299,
                 ..enough
             },
             "only 299 grants in 60 s, and 300 a minute are demanded",
         ),
         (
-            Shown {
+            Counts {
                 unknown: 5,
                 ..enough
             },
             "only 5 unknown outcomes in 60 s, and 6 a minute are demanded",
         ),
         (
-            Shown {
+            Counts {
                 sections: 0,
                 ..enough
             },
             "only 0 guarded sections in 60 s, and 60 a minute are demanded",
         ),
         (
-            Shown { looks: 0, ..enough },
+            Counts { looks: 0, ..enough },
             "only 0 looks at the server in 60 s, and 600 a minute are demanded",
         ),
     ];
-    for (shown, why) in few {
-        assert_eq!(shown.too_few(60), [why]);
+    for (counts, why) in few {
+        assert_eq!(counts.too_few(60), [why]);
     }
     assert_eq!(enough.too_few(61).len(), 4);
 }

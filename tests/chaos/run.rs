@@ -16,18 +16,18 @@ use tempfile::TempDir;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, sleep_until};
 
-use super::faults::{Incarnation, Slot, Stage};
+use super::faults::{Incarnation, Slot, Targets};
 use super::history::{
     CLOCK_SET, Fault, History, Key, MS, Nanos, Sample, now, process_of, seconds, wall_clock_offset,
 };
 use super::judge::{Rule, Violation, judge};
+use super::outcomes::panics;
 use super::plan::Planned;
 use super::server_faults::login;
 use super::support::process::Worker;
 use super::support::proxy::Proxy;
 use super::support::server::Server;
-use super::words::panics;
-use super::worker::{BUSY_LOCKS, is_patient, lock_name};
+use super::worker::{BUSY_LOCKS, lock_name, relies_on_messages};
 
 /// For how long operations may take to come to an end when there are no faults and no leases of the
 /// killed any more.
@@ -124,7 +124,7 @@ impl Run {
             });
         }
         let server = tokio::sync::Mutex::new(self.server);
-        let stage = Arc::new(Stage {
+        let targets = Arc::new(Targets {
             server,
             slots,
             records: records.clone(),
@@ -132,10 +132,10 @@ impl Run {
         let observer = Observer::start(&url, records.clone());
         let mut acts = JoinSet::new();
         for planned in self.planned {
-            let stage = Arc::clone(&stage);
+            let targets = Arc::clone(&targets);
             acts.spawn(async move {
                 sleep_until(begins + Duration::from_millis(planned.at)).await;
-                stage.act(planned).await;
+                targets.act(planned).await;
             });
         }
         let mut progress = Progress::default();
@@ -152,7 +152,7 @@ impl Run {
         while let Some(act) = acts.join_next().await {
             act.expect("a fault is done as planned");
         }
-        let left = drain(&stage, &url, self.long_lease).await;
+        let left = drain(&targets, &url, self.long_lease).await;
         observer.stop();
         left
     }
@@ -174,7 +174,7 @@ impl Run {
             end.to_string(),
             self.long_lease.as_millis().to_string(),
         );
-        let patient = u8::from(is_patient(number)).to_string();
+        let patient = u8::from(relies_on_messages(number)).to_string();
         Box::new(move |process| {
             let (log, process) = (folder.join(process.to_string()), process.to_string());
             let log = log.to_str().expect("a path in UTF-8");
@@ -212,26 +212,26 @@ fn take<T>(written: &Mutex<Vec<T>>) -> Vec<T> {
 
 /// A panic of the driver or of the judge.
 fn broke_off(panic: &(dyn Any + Send), at: Nanos) -> Violation {
-    let said = panic
+    let message = panic
         .downcast_ref::<String>()
         .map(String::as_str)
         .or(panic.downcast_ref::<&str>().copied());
     let what = format!(
         "the run broke off: {}",
-        said.unwrap_or("a panic without words")
+        message.unwrap_or("a panic without words")
     );
     Violation::new(Rule::Panic, at, what)
 }
 
 /// Waits until everything has come to its end. Tells what has not.
-async fn drain(stage: &Stage, url: &str, long_lease: Duration) -> Vec<String> {
+async fn drain(targets: &Targets, url: &str, long_lease: Duration) -> Vec<String> {
     let client = redis::Client::open(url).expect("the server's URL");
     let mut redis = client
         .get_multiplexed_async_connection()
         .await
         .expect("a connection");
     let mut left = Vec::new();
-    let workers = stage.slots.len();
+    let workers = targets.slots.len();
     let mut idle = 0;
     let limit = Instant::now() + long_lease + DRAIN;
     while idle < workers && Instant::now() < limit {
@@ -282,7 +282,7 @@ async fn drain(stage: &Stage, url: &str, long_lease: Duration) -> Vec<String> {
         .await
         .expect("SET");
     let limit = Instant::now() + DRAIN;
-    for slot in &stage.slots {
+    for slot in &targets.slots {
         let mut incarnation = slot.worker.lock().await;
         let Some(worker) = &mut incarnation.worker else {
             continue;

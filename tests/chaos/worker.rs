@@ -28,7 +28,7 @@ const SHARING: u64 = 2;
 
 /// Whether a slot's worker waits for messages alone: every second one has no re-checks worth the
 /// name.
-pub fn is_patient(slot: u64) -> bool {
+pub fn relies_on_messages(slot: u64) -> bool {
     slot % 2 == 1
 }
 
@@ -100,7 +100,7 @@ pub async fn work() {
                 number("SEED") ^ (process << 32) ^ (task << 16) ^ (1 << 60),
                 false,
             )
-            .hand_over(end),
+            .take_turns(end),
         );
     }
     while let Some(outcome) = tasks.join_next().await {
@@ -153,12 +153,12 @@ fn write_down_panics(recorder: &Arc<Recorder>) {
 
 /// Tells that all operations are over, and waits for the word to end, with the client alive.
 async fn idle(direct: &redis::Client) {
-    let mut told = false;
+    let mut announced = false;
     // The driver is patient for less than this, and kills when it goes.
     for _ in 0..2_000 {
         if let Ok(mut connection) = direct.get_multiplexed_async_connection().await {
-            if !told {
-                told = redis::cmd("INCR")
+            if !announced {
+                announced = redis::cmd("INCR")
                     .arg("idle")
                     .exec_async(&mut connection)
                     .await

@@ -1,38 +1,38 @@
-//! Whether what the library says is so, and whether the server has only what its owners can have.
+//! The rules about reported outcomes, and about holds on the server that no attempt can have.
 
 use std::collections::HashMap;
 
-use super::attempts::{Attempt, Loss, Story};
+use super::attempts::{Analysis, Attempt, Loss};
 use super::forced::{FELT, excuses};
 use super::history::{Event, History, MS, Nanos};
 use super::judge::{Rule, Violation, name};
 
-/// For how long there must have been no fault, beside one lease, if every renewal is to have had
+/// How long there must have been no fault, in addition to one lease, for every renewal to have had
 /// its reply.
-const CALM: Nanos = 1_000 * MS;
+const AFTER_FAULT: Nanos = 1_000 * MS;
 
-/// What a lease that was not renewed in time has left on the server at most: its margin, and what a
-/// busy machine takes.
+/// What is left on the server at most of a lease that ended by the owner's clock: the margin, and
+/// the delays of a busy machine.
 const UNPROVED: Nanos = 1_000 * MS;
 
-/// How near to each other two things may be for one to be taken as the reason for the other.
+/// The time between two events within which one may be the reason for the other.
 const AROUND: Nanos = 1_000 * MS;
 
-/// How old a look at the server may be.
+/// How old a look at the server may be to count as recent.
 const RECENT: Nanos = 100 * MS;
 
-/// Whether the server has more than its owners can have.
-pub fn truth(story: &Story, found: &mut Vec<Violation>) {
+/// Checks that the server has no hold that no attempt can have.
+pub fn server_holds(analysis: &Analysis, found: &mut Vec<Violation>) {
     let mut may_hold: HashMap<(usize, &str), Vec<(Nanos, Nanos)>> = HashMap::new();
-    for attempt in &story.attempts {
+    for attempt in &analysis.attempts {
         let times = may_hold.entry((attempt.lock, &attempt.owner)).or_default();
-        times.push((attempt.invoked, story.may_hold_until(attempt)));
+        times.push((attempt.invoked, analysis.may_hold_until(attempt)));
     }
     let mut open: HashMap<(usize, &str), Vec<Nanos>> = HashMap::new();
     may_hold
         .values_mut()
         .for_each(|times| times.sort_unstable_by(|one, other| other.cmp(one)));
-    for sample in &story.history.samples {
+    for sample in &analysis.history.samples {
         for key in &sample.held {
             if key.pttl == -1 {
                 let what = format!("lock {}: the key of {} has no expiry", key.lock, key.owner);
@@ -52,7 +52,7 @@ pub fn truth(story: &Story, found: &mut Vec<Violation>) {
             if key.count > holds {
                 let (lock, owner, count, pttl) = (key.lock, &key.owner, key.count, key.pttl);
                 let what = format!(
-                    "lock {lock}: the server has {count} holds of {owner} ({pttl} ms), who can have {holds}"
+                    "lock {lock}: the server has {count} holds of {owner} ({pttl} ms), and {holds} are possible"
                 );
                 found.push(Violation::new(Rule::Leak, sample.from, what));
             }
@@ -60,96 +60,104 @@ pub fn truth(story: &Story, found: &mut Vec<Violation>) {
     }
 }
 
-/// Whether what was told is so.
-pub fn words(story: &Story, found: &mut Vec<Violation>) {
-    for attempt in &story.attempts {
-        if let Some(at) = false_loss(story, attempt).filter(|at| !freed_here(story, attempt, *at)) {
+/// Checks that reported outcomes are correct.
+pub fn outcomes(analysis: &Analysis, found: &mut Vec<Violation>) {
+    for attempt in &analysis.attempts {
+        if let Some(at) =
+            false_loss(analysis, attempt).filter(|at| !force_unlocked_here(analysis, attempt, *at))
+        {
             let what = format!(
-                "lock {}: {} was told to be lost, and the server had it",
+                "lock {}: {} was reported lost, and the server had it",
                 attempt.lock,
                 name(attempt)
             );
-            found.push(Violation::new(Rule::Lie, at, what).unless(excuses(story, attempt, at, at)));
+            found.push(
+                Violation::new(Rule::FalseReport, at, what)
+                    .unless(excuses(analysis, attempt, at, at)),
+            );
         }
-        for (at, why) in without_cause(story, attempt) {
+        for (at, why) in failures_without_fault(analysis, attempt) {
             let what = format!(
-                "lock {}: {} met no fault, and was told: {why}",
+                "lock {}: {} met no fault and reported: {why}",
                 attempt.lock,
                 name(attempt)
             );
-            let mut violation = Violation::new(Rule::Lie, at, what);
-            // A force unlock takes what was granted. It makes no acquire fail.
+            let mut violation = Violation::new(Rule::FalseReport, at, what);
+            // A force unlock ends what was granted. It makes no acquire fail.
             if attempt.granted.is_some() {
-                violation = violation.unless(excuses(story, attempt, at, at));
+                violation = violation.unless(excuses(analysis, attempt, at, at));
             }
             found.push(violation);
         }
-        if let Some(at) = contended_by_nobody(story, attempt) {
+        if let Some(at) = contended_without_owner(analysis, attempt) {
             let what = format!(
-                "lock {}: {} was told of contention, and nobody was there",
+                "lock {}: {} reported contention, and no other owner had the lock",
                 attempt.lock,
                 name(attempt)
             );
-            found.push(Violation::new(Rule::Lie, at, what));
+            found.push(Violation::new(Rule::FalseReport, at, what));
         }
         let sure_after = |lost: &Loss| {
             attempt
-                .said
+                .claims
                 .iter()
                 .find(|(at, until)| *at > lost.at && until > at)
-                .map(|said| said.0)
+                .map(|claims| claims.0)
         };
         if let Some(at) = attempt.lost.as_ref().and_then(sure_after) {
             let what = format!(
-                "lock {}: {} was sure after it was told to have lost",
+                "lock {}: {} was sure after it had reported its loss",
                 attempt.lock,
                 name(attempt)
             );
-            found.push(Violation::new(Rule::Lie, at, what));
+            found.push(Violation::new(Rule::FalseReport, at, what));
         }
-        let confirmed = attempt.gave.as_ref().filter(|(_, outcome)| outcome == "ok");
-        if let (Some((at, _)), Some(lost), Some(giving)) =
-            (confirmed, &attempt.lost, attempt.giving)
+        let confirmed = attempt
+            .released
+            .as_ref()
+            .filter(|(_, outcome)| outcome == "ok");
+        if let (Some((at, _)), Some(lost), Some(releasing)) =
+            (confirmed, &attempt.lost, attempt.releasing)
         {
-            if lost.at < giving {
+            if lost.at < releasing {
                 let what = format!(
                     "lock {}: {} was lost, and its unlock succeeded",
                     attempt.lock,
                     name(attempt)
                 );
-                found.push(Violation::new(Rule::Lie, *at, what));
+                found.push(Violation::new(Rule::FalseReport, *at, what));
             }
         }
     }
-    for line in &story.history.lines {
+    for line in &analysis.history.lines {
         match &line.event {
             Event::Count {
                 expected,
                 found: count,
             } if expected != count => {
                 let what = format!(
-                    "process {}: {expected} holds, and the count told is {count}",
+                    "process {}: {expected} holds, and the reported count is {count}",
                     line.process
                 );
-                let forced = story.attempt(line.process, line.attempt);
+                let forced = analysis.attempt(line.process, line.attempt);
                 let forced = forced
-                    .map(|attempt| excuses(story, attempt, line.at, line.at))
+                    .map(|attempt| excuses(analysis, attempt, line.at, line.at))
                     .unwrap_or_default();
-                found.push(Violation::new(Rule::Count, line.at, what).unless(forced));
+                found.push(Violation::new(Rule::WrongCount, line.at, what).unless(forced));
             }
             Event::Ended { tasks, shutdown } if *tasks > 0 || shutdown != "ok" => {
                 let what = format!(
                     "process {} ended with {tasks} tasks (shutdown: {shutdown})",
                     line.process
                 );
-                found.push(Violation::new(Rule::Conservation, line.at, what));
+                found.push(Violation::new(Rule::LeftBehind, line.at, what));
             }
             _ => {}
         }
     }
 }
 
-/// What panicked in the processes.
+/// The panics of the processes.
 pub fn panics(history: &History) -> impl Iterator<Item = Violation> {
     history.lines.iter().filter_map(|line| {
         let Event::Panicked { why } = &line.event else {
@@ -163,27 +171,27 @@ pub fn panics(history: &History) -> impl Iterator<Item = Violation> {
     })
 }
 
-/// When somebody was told of a loss that was none.
-fn false_loss(story: &Story, attempt: &Attempt) -> Option<Nanos> {
+/// When an owner reported a loss that had not happened.
+fn false_loss(analysis: &Analysis, attempt: &Attempt) -> Option<Nanos> {
     let unlock = attempt
-        .gave
+        .released
         .as_ref()
         .filter(|(_, outcome)| outcome == "lost");
     let (asked, at, by_clock) = match (&attempt.lost, unlock) {
         (Some(lost), _) => (lost.at, lost.at, Some(lost.expired)),
-        (None, Some((at, _))) => (attempt.giving?, *at, None),
+        (None, Some((at, _))) => (attempt.releasing?, *at, None),
         (None, None) => return None,
     };
-    // The clock takes back no time that was told, whatever the network does.
+    // No claim ends early by the clock, whatever the network does.
     let claimed = attempt.sure_until > at;
-    let goes_on_until = server_has_it_until(story, attempt, asked, at);
+    let goes_on_until = server_has_it_until(analysis, attempt, asked, at);
     let had = goes_on_until.is_some_and(|until| until > at);
     let false_loss = match by_clock {
-        // Nothing kept the renewals from the server, nor their replies from the owner.
-        Some(true) if attempt.renewed => claimed || calm(story, attempt, at),
+        // No fault delayed the renewals or their replies.
+        Some(true) if attempt.renewed => claimed || undisturbed(analysis, attempt, at),
         Some(true) => {
             claimed
-                || (calm(story, attempt, at)
+                || (undisturbed(analysis, attempt, at)
                     && goes_on_until.is_some_and(|until| until > at + UNPROVED))
         }
         Some(false) => had,
@@ -192,55 +200,56 @@ fn false_loss(story: &Story, attempt: &Attempt) -> Option<Nanos> {
     false_loss.then_some(at)
 }
 
-/// Whether its own process was about to free the lock by force: it tells its owners first, and may
-/// fail then.
-fn freed_here(story: &Story, attempt: &Attempt, told: Nanos) -> bool {
-    let mut here = story
+/// Whether its own process was about to free the lock by force: a force unlock reports the loss to
+/// the owners of its process first, and may then fail.
+fn force_unlocked_here(analysis: &Analysis, attempt: &Attempt, reported: Nanos) -> bool {
+    let mut here = analysis
         .forces
         .iter()
         .filter(|force| (force.process, force.lock) == (attempt.process, attempt.lock));
-    let since = story.written_since(attempt.process, told);
-    here.any(|force| force.from <= told && since < force.to.saturating_add(AROUND))
+    let since = analysis.written_since(attempt.process, reported);
+    here.any(|force| force.from <= reported && since < force.to.saturating_add(AROUND))
 }
 
-/// Until when the server had promised the hold when it was last looked at, shortly before a loss
-/// was told. `None` if it did not have it, or if the owner may have lost it and come back by then.
+/// The end of the lease that the last look before the report of a loss shows. `None` if it shows no
+/// hold, or if the owner may have lost the lock and acquired it again by then.
 fn server_has_it_until(
-    story: &Story,
+    analysis: &Analysis,
     attempt: &Attempt,
     asked: Nanos,
-    told: Nanos,
+    reported: Nanos,
 ) -> Option<Nanos> {
-    let samples = &story.history.samples;
+    let samples = &analysis.history.samples;
     let look = samples[..samples.partition_point(|sample| sample.to <= asked)].last()?;
     let key = look
         .held
         .iter()
         .find(|key| key.lock == attempt.lock && key.owner == attempt.owner)?;
     let recent = look.from >= attempt.granted? && asked - look.to < RECENT;
-    let mut same = story.same_owner(attempt);
-    let since = story.written_since(attempt.process, asked);
+    let mut same = analysis.same_owner(attempt);
+    let since = analysis.written_since(attempt.process, asked);
     let came_back = same.any(|other| {
-        let until = other.granted.unwrap_or_else(|| story.may_hold_until(other));
+        let until = other
+            .granted
+            .unwrap_or_else(|| analysis.may_hold_until(other));
         !std::ptr::eq(other, attempt)
-            && other.invoked <= told
+            && other.invoked <= reported
             && until.saturating_add(AROUND) > since
     });
-    let came_back = came_back && may_have_been_gone(story, attempt, told);
+    let came_back = came_back && may_have_been_gone(analysis, attempt, reported);
     (recent && !came_back).then(|| look.from + Nanos::try_from(key.pttl).unwrap_or(0) * MS)
 }
 
-/// Whether the looks at the server leave a time in which it may not have had the hold, from its
-/// grant until it was told to be lost: one of them did not find it, or its lease may have ended
-/// between two.
-fn may_have_been_gone(story: &Story, attempt: &Attempt, told: Nanos) -> bool {
+/// Whether the server may not have had the hold at some time between its grant and the report of
+/// its loss: a look does not show it, or its lease may have ended between two looks.
+fn may_have_been_gone(analysis: &Analysis, attempt: &Attempt, reported: Nanos) -> bool {
     let Some(granted) = attempt.granted else {
         return true;
     };
-    let samples = &story.history.samples;
+    let samples = &analysis.history.samples;
     let looks = samples[samples.partition_point(|look| look.from < granted)..].iter();
     let mut alive_until = granted + attempt.lease;
-    for look in looks.take_while(|look| look.to <= told) {
+    for look in looks.take_while(|look| look.to <= reported) {
         let has = look
             .held
             .iter()
@@ -251,23 +260,23 @@ fn may_have_been_gone(story: &Story, attempt: &Attempt, told: Nanos) -> bool {
         };
         alive_until = look.from + pttl * MS;
     }
-    alive_until <= told
+    alive_until <= reported
 }
 
-fn calm(story: &Story, attempt: &Attempt, at: Nanos) -> bool {
+fn undisturbed(analysis: &Analysis, attempt: &Attempt, at: Nanos) -> bool {
     let since = if attempt.renewed {
         at.saturating_sub(attempt.lease)
     } else {
         attempt.invoked
     };
-    !story
+    !analysis
         .faults_of(attempt.process)
-        .any(|fault| fault.from <= at && fault.to + CALM >= since)
+        .any(|fault| fault.from <= at && fault.to + AFTER_FAULT >= since)
 }
 
-/// When something was told to have failed, or not to be known, although nothing was wrong.
-fn without_cause<'s>(
-    story: &'s Story,
+/// The operations that failed, or whose outcome was unknown, although no fault happened.
+fn failures_without_fault<'s>(
+    analysis: &'s Analysis,
     attempt: &'s Attempt,
 ) -> impl Iterator<Item = (Nanos, &'s str)> {
     let acquire = attempt
@@ -275,25 +284,25 @@ fn without_cause<'s>(
         .as_ref()
         .map(|(at, why)| (attempt.invoked, *at, why));
     let release = attempt
-        .gave
+        .released
         .as_ref()
-        .map(|(at, outcome)| (attempt.giving.unwrap_or(*at), *at, outcome));
+        .map(|(at, outcome)| (attempt.releasing.unwrap_or(*at), *at, outcome));
     let release = release.filter(|(.., outcome)| *outcome != "ok" && *outcome != "lost");
-    let calm = |since: Nanos, at: Nanos| {
-        !story
+    let undisturbed = |since: Nanos, at: Nanos| {
+        !analysis
             .faults_of(attempt.process)
             .any(|fault| fault.from <= at && fault.to + FELT >= since)
     };
     let all = acquire.into_iter().chain(release);
-    all.filter(move |(since, at, _)| attempt.lost.is_none() && calm(*since, *at))
+    all.filter(move |(since, at, _)| attempt.lost.is_none() && undisturbed(*since, *at))
         .map(|(_, at, why)| (at, &**why))
 }
 
-/// When an acquire was told that somebody else holds the lock, although nobody else had to do with
-/// it.
-fn contended_by_nobody(story: &Story, attempt: &Attempt) -> Option<Nanos> {
+/// When an acquire reported that another owner holds the lock, although no other attempt may have
+/// held it.
+fn contended_without_owner(analysis: &Analysis, attempt: &Attempt) -> Option<Nanos> {
     let (at, _) = attempt.ended.filter(|_| attempt.contended)?;
-    let samples = &story.history.samples;
+    let samples = &analysis.history.samples;
     let first = samples.partition_point(|look| look.from < attempt.invoked);
     let mut looks = samples[first..].iter().take_while(|look| look.to <= at);
     let free = looks.clone().next().is_some()
@@ -301,12 +310,13 @@ fn contended_by_nobody(story: &Story, attempt: &Attempt) -> Option<Nanos> {
     if !free {
         return None;
     }
-    let mut others = story
+    let mut others = analysis
         .attempts
         .iter()
         .filter(|other| other.lock == attempt.lock && !std::ptr::eq(*other, attempt));
     let alone = others.all(|other| {
-        other.invoked > at || story.may_hold_until(other).saturating_add(AROUND) < attempt.invoked
+        other.invoked > at
+            || analysis.may_hold_until(other).saturating_add(AROUND) < attempt.invoked
     });
     alone.then_some(at)
 }

@@ -8,9 +8,9 @@ const PTTL: i64 = 2_000;
 
 /// A history in milliseconds, in which the server has what it is told to have.
 #[derive(Default)]
-pub struct Tale(pub History);
+pub struct Scenario(pub History);
 
-impl Tale {
+impl Scenario {
     /// Something that a process says.
     pub fn line(mut self, at: Nanos, process: u64, attempt: u64, event: Event) -> Self {
         self.0.lines.push(Line {
@@ -47,12 +47,12 @@ impl Tale {
     }
 
     /// An unlock.
-    pub fn gave(self, at: Nanos, process: u64, attempt: u64, outcome: &str) -> Self {
+    pub fn released(self, at: Nanos, process: u64, attempt: u64, outcome: &str) -> Self {
         self.line(
             at,
             process,
             attempt,
-            Event::Giving {
+            Event::Releasing {
                 how: "unlock".into(),
             },
         )
@@ -60,7 +60,7 @@ impl Tale {
             at + 5,
             process,
             attempt,
-            Event::Gave {
+            Event::Released {
                 outcome: outcome.into(),
             },
         )
