@@ -1,4 +1,4 @@
-//! What a task of a worker does: random operations on a few locks, each of them written down.
+//! A task of a worker: random operations on a few locks, each of them recorded.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,15 +21,15 @@ pub struct Actor {
     pub direct: redis::Client,
     pub connection: Option<MultiplexedConnection>,
     pub random: StdRng,
-    /// Its owner for operations that are not by a fresh one.
+    /// The owner of about half of its operations. The others have an owner of their own.
     pub usual: Owner,
     /// Whether another task of the process has the same usual owner.
     pub shares: bool,
-    /// Long beside the times in which wake-ups have to come and unknown outcomes to be settled.
+    /// Much longer than the bounds for wake-ups and for settling unknown outcomes.
     pub long_lease: Duration,
 }
 
-/// An acquire to be tried.
+/// The parameters of an acquire.
 #[derive(Clone, Copy)]
 struct Want {
     lock: usize,
@@ -37,12 +37,12 @@ struct Want {
     lease: Option<Duration>,
     /// `None` waits without limit.
     wait: Option<Duration>,
-    /// After how many polls and how much time the caller goes away.
-    cancels: Option<(usize, Duration)>,
+    /// After how many polls or how much time the caller drops the future.
+    cancel_after: Option<(usize, Duration)>,
 }
 
 impl Actor {
-    /// Random operations.
+    /// Runs random operations.
     pub async fn act(mut self, end: Nanos) {
         while now() < end {
             let want = self.want();
@@ -57,19 +57,20 @@ impl Actor {
         }
     }
 
-    /// Takes a lock in turn with others like it, so that a missing wake-up is seen.
+    /// Acquires one lock in turn with other tasks, so that a missing wake-up shows.
     pub async fn take_turns(mut self, end: Nanos) {
         while now() < end {
-            // Some go away at the very moment when they are woken.
-            let cancels = self.random.random_bool(0.4);
-            let cancels = cancels.then(|| (self.random.random_range(1..8), self.up_to(1_000)));
+            // Some futures are dropped in the moment of their wake-up.
+            let cancel_after = self.random.random_bool(0.4);
+            let cancel_after =
+                cancel_after.then(|| (self.random.random_range(1..8), self.up_to(1_000)));
             let (owner, lease) = (Owner::new(), Some(self.long_lease));
             let want = Want {
                 lock: BUSY_LOCKS,
                 owner,
                 lease,
                 wait: None,
-                cancels,
+                cancel_after,
             };
             if let Some(held) = self.acquire(want).await {
                 sleep(Duration::from_millis(100) + self.up_to(500)).await;
@@ -85,7 +86,7 @@ impl Actor {
         let lease = match random.random_range(0..20) {
             0..8 => None,
             8..12 => Some(Duration::from_millis(random.random_range(150..1_500))),
-            // What is left of these is there for long enough to be seen.
+            // A hold that is left by mistake stays long enough for a look to show it.
             _ => Some(self.long_lease),
         };
         let wait = match random.random_range(0..10) {
@@ -93,8 +94,8 @@ impl Actor {
             5..7 => Some(Duration::ZERO),
             _ => Some(Duration::from_millis(random.random_range(1..1_000))),
         };
-        let cancels = random.random_bool(0.2);
-        let cancels = cancels.then(|| {
+        let cancel_after = random.random_bool(0.2);
+        let cancel_after = cancel_after.then(|| {
             (
                 random.random_range(0..12),
                 Duration::from_millis(random.random_range(1..60)),
@@ -110,12 +111,12 @@ impl Actor {
             owner,
             lease,
             wait,
-            cancels,
+            cancel_after,
         }
     }
 
-    /// Whether all holds of that owner are this task's. Otherwise the lock does not keep the others
-    /// out, and a hold without a guard may be given back by any of them.
+    /// Whether all holds of that owner belong to this task. Otherwise the lock does not exclude the
+    /// other task, and either of them may release a detached hold.
     fn is_alone(&self, owner: Owner) -> bool {
         !self.shares || owner != self.usual
     }
@@ -132,7 +133,7 @@ impl Actor {
         let attempt = self.recorder.attempt();
         let owner = format!("{}:{}", self.client.client_id(), want.owner.thread_id());
         let lease = want.lease.unwrap_or(WATCHDOG).as_nanos() as Nanos;
-        let how = if want.cancels.is_some() {
+        let how = if want.cancel_after.is_some() {
             format!("{how} that may be cancelled")
         } else {
             how.to_owned()
@@ -185,7 +186,7 @@ impl Actor {
                 }
             }
         };
-        let outcome = unless_cancelled(want.cancels, acquire.with_owner(want.owner)).await;
+        let outcome = unless_cancelled(want.cancel_after, acquire.with_owner(want.owner)).await;
         let guard = match outcome {
             Some(Ok(Some(guard))) => guard,
             other => {
@@ -219,7 +220,7 @@ impl Actor {
         })
     }
 
-    /// Has a hold for a while, with holds of the same owner inside, and gives all of them back.
+    /// Keeps a hold for a while, with inner holds of the same owner, and releases all of them.
     async fn hold(&mut self, want: Want, held: Held, end: Nanos) {
         let mut holds = vec![held];
         while holds.len() < 4 && self.random.random_bool(0.25) {
@@ -242,7 +243,7 @@ impl Actor {
         }
         let mut time = match self.random.random_range(0..40) {
             0..32 => self.up_to(6),
-            // Holds that are renewed are long more often: they are whom a force unlock has to find.
+            // Renewed holds are long more often: force unlocks have to meet some of them.
             32..34 => self.up_to(60),
             34..38 if want.lease.is_some() => self.up_to(60),
             _ => Duration::from_millis(300) + self.up_to(2_200),
@@ -264,8 +265,8 @@ impl Actor {
         }
     }
 
-    /// Compares the server's count with the holds, right after an acquire: then none is on its way
-    /// back.
+    /// Compares the reported hold count with the holds, right after an acquire, when no release is
+    /// pending.
     async fn count(&self, want: Want, holds: &[Held]) {
         let asked = self.lock(want.lock);
         let Ok(found) = asked.hold_count_of(want.owner).await else {
@@ -294,8 +295,7 @@ impl Actor {
             .record(at, held.attempt, Event::SectionEnded { read, proven });
     }
 
-    /// Reads the lock's register and writes the next number. `None` if that is not sure to have
-    /// happened.
+    /// Reads the lock's register and writes the next number. `None` if the outcome is unknown.
     async fn raise(&mut self, lock: usize) -> Option<u64> {
         let mut connection = match self.connection.take() {
             Some(connection) => connection,
@@ -314,13 +314,13 @@ impl Actor {
             .exec_async(&mut connection)
             .await
             .ok()?;
-        // After an error a new one is made: a reply that comes late is nobody's.
+        // Not kept after an error: a late reply would be taken for the reply to the next call.
         self.connection = Some(connection);
         Some(read)
     }
 
     async fn release(&mut self, owner: Owner, mut held: Held) {
-        let how = ["unlock", "unlock", "unlock", "drop", "leave", "forget"][self
+        let how = ["unlock", "unlock", "unlock", "drop", "cancel", "detach"][self
             .random
             .random_range(0..if self.is_alone(owner) { 6 } else { 5 })];
         let Some(guard) = held.releasing(how) else {
@@ -332,9 +332,9 @@ impl Actor {
                 drop(guard);
                 None
             }
-            "leave" => {
-                let cancels = (self.random.random_range(0..4), Duration::from_millis(20));
-                unless_cancelled(Some(cancels), guard.unlock()).await
+            "cancel" => {
+                let cancel_after = (self.random.random_range(0..4), Duration::from_millis(20));
+                unless_cancelled(Some(cancel_after), guard.unlock()).await
             }
             _ => {
                 let _ = guard.detach();
@@ -353,7 +353,7 @@ impl Actor {
         }
     }
 
-    /// Frees a lock as an operator does, whoever has it.
+    /// Frees a lock as an operator does, whatever owner has it.
     async fn force(&self, lock: usize) {
         let attempt = self.recorder.attempt();
         self.recorder
@@ -368,11 +368,11 @@ impl Actor {
             .record(now(), attempt, Event::Forced { outcome });
     }
 
-    /// Guarded work in `run`, with an inner hold at times.
+    /// Runs guarded work in `run`, sometimes with an inner hold.
     async fn run(&mut self, want: Want, end: Nanos) {
         let mut asked = self.invoked(
             Want {
-                cancels: None,
+                cancel_after: None,
                 ..want
             },
             "run",
@@ -383,7 +383,7 @@ impl Actor {
         let time = match self.random.random_range(0..25) {
             _ if now() >= end => Duration::ZERO,
             0 => self.up_to(1_800),
-            // Some would go on after a lease that nobody renews.
+            // Some work takes longer than its lease, which is not renewed.
             1..5 if want.lease.is_some_and(|lease| lease < self.long_lease) => {
                 want.lease.unwrap_or_default() + self.up_to(500)
             }
@@ -399,7 +399,7 @@ impl Actor {
             recorder.record(now(), attempt, Event::Granted { remaining: 0 });
             if nests {
                 let inner = Want {
-                    cancels: None,
+                    cancel_after: None,
                     lease: None,
                     wait: None,
                     ..want
@@ -416,7 +416,7 @@ impl Actor {
             let until = now() + time.as_nanos() as Nanos;
             loop {
                 recorder.record(now(), attempt, Event::Worked);
-                // The next step is one of its own, also where the time for it has come already.
+                // The next step is a poll of its own, even if its time has come already.
                 yield_now().await;
                 let left = Duration::from_nanos(until.saturating_sub(now()));
                 if left.is_zero() {
@@ -436,8 +436,11 @@ impl Actor {
         } else {
             request
         };
-        let outcome =
-            unless_cancelled(want.cancels, request.run(guarded).with_owner(want.owner)).await;
+        let outcome = unless_cancelled(
+            want.cancel_after,
+            request.run(guarded).with_owner(want.owner),
+        )
+        .await;
         let at = now();
         match outcome {
             None => asked.answer(Event::Cancelled),

@@ -233,8 +233,8 @@ impl<'a> Analysis<'a> {
         analysis
     }
 
-    /// The steps of the wall clock. Like a force unlock, each may end one tenure of each lock, until
-    /// the leases of that time have ended.
+    /// The steps of the wall clock. Like a force unlock, each may end one tenure of each lock,
+    /// until the leases of that time have ended.
     fn clock_steps(&self) -> Vec<Force> {
         let locks = self.attempts.iter().map(|attempt| attempt.lock + 1).max();
         let faults = self.history.faults.iter();

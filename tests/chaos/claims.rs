@@ -181,8 +181,8 @@ fn unreported_loss(
 ) -> Option<(Nanos, Vec<Excuse>)> {
     let by = lost.saturating_add(REPORT_TIME);
     let stopped = |fault: &Fault| {
-        let stands = fault.kind.starts_with("worker") || fault.kind == STALLED;
-        stands && fault.from < by && fault.to + REPORT_TIME > lost
+        let stops = fault.kind.starts_with("worker") || fault.kind == STALLED;
+        stops && fault.from < by && fault.to + REPORT_TIME > lost
     };
     let ended = hold_ended(analysis, owner);
     let reported = |by: Nanos| {

@@ -1,4 +1,4 @@
-//! How each fault is done.
+//! The implementation of each fault.
 
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -24,7 +24,7 @@ pub struct Targets {
 pub struct Slot {
     pub number: u64,
     pub proxy: Proxy,
-    /// Kept by a fault that changes how bytes travel, for as long as it lasts.
+    /// Locked by a fault that changes how bytes travel, for as long as it lasts.
     pub flow: tokio::sync::Mutex<()>,
     pub worker: tokio::sync::Mutex<Incarnation>,
     /// Starts the process of that number.
@@ -33,14 +33,14 @@ pub struct Slot {
 
 /// A slot's process.
 pub struct Incarnation {
-    /// How many were there before it.
+    /// The number of processes before it in its slot.
     pub number: u64,
-    /// `None` only where starting another failed.
+    /// `None` only if the start of another one failed.
     pub worker: Option<Worker>,
 }
 
 impl Targets {
-    /// Does what was planned, and writes it down.
+    /// Carries out a planned fault, and records it.
     pub async fn act(&self, planned: Planned) {
         let Planned {
             lasts,
@@ -109,7 +109,7 @@ impl Targets {
                 proxy.set(Way::Both, Flow::Pass);
                 proxy.no_more_fates();
                 proxy.deliver();
-                // There may have been no such call meanwhile, or none at all.
+                // There may have been no such call in this time, or no call at all.
                 self.record(from, kind, Some(slot.number), proxy.touched() > touched);
             }
         }
@@ -130,8 +130,7 @@ impl Targets {
     }
 }
 
-/// Kills a worker that stands still should this process end meanwhile: it could not notice that by
-/// itself.
+/// Kills a stopped worker if this process ends: a stopped process cannot notice that by itself.
 struct KilledOnExit(Child);
 
 impl KilledOnExit {

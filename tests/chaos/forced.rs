@@ -2,8 +2,8 @@
 //! reply to a renewal, or until the lease has ended by its own clock.
 //!
 //! The history does not say which owner that is. Each violation that such a loss may explain
-//! therefore carries excuses: pairs of a force unlock and an owner. At the end, each force unlock is
-//! assigned the owner that leaves the fewest violations unexplained.
+//! therefore carries excuses: pairs of a force unlock and an owner. At the end, each force unlock
+//! is assigned the owner that leaves the fewest violations unexplained.
 
 use std::collections::HashMap;
 

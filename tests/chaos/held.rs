@@ -1,4 +1,4 @@
-//! Holds that write down what becomes of them, also when the future that has them is dropped.
+//! Acquires and holds that write down how they end, also if the future that owns them is dropped.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -11,19 +11,19 @@ use tokio::time::timeout;
 
 use super::history::{Event, Nanos, Recorder, now};
 
-/// An acquire under way. Dropping it writes down that its caller went away.
+/// A pending acquire. Dropping it records that the caller dropped the future.
 pub struct PendingAcquire {
     pub attempt: u64,
     pub recorder: Arc<Recorder>,
     pub answered: bool,
 }
 
-/// A guard with what is written down of it. Dropping it gives it back.
+/// A guard whose events are recorded. Dropping it releases the hold.
 pub struct Held {
     pub attempt: u64,
     pub lock: usize,
     pub recorder: Arc<Recorder>,
-    /// `None` once it is being given back otherwise.
+    /// `None` once its release has begun.
     pub guard: Option<LockGuard>,
     pub watch: AbortHandle,
 }
@@ -48,7 +48,7 @@ impl Held {
         self.guard.as_ref().is_some_and(LockGuard::is_lost)
     }
 
-    /// Asks for how long it is sure.
+    /// Asks how long the lock is certainly not lost, and records that.
     pub fn sure(&self) -> bool {
         let at = now();
         let remaining = self
@@ -62,7 +62,7 @@ impl Held {
         remaining > 0
     }
 
-    /// Writes down that it is about to be given back, and hands out the guard for that.
+    /// Records that the release begins, and returns the guard for it.
     pub fn releasing(&mut self, how: &str) -> Option<LockGuard> {
         self.watch.abort();
         self.recorder
@@ -79,7 +79,7 @@ impl Drop for Held {
     }
 }
 
-/// What an acquire's error says of what is left on the server.
+/// The event for an acquire's error, by what the acquire may have left on the server.
 pub fn refused(error: &Error) -> Event {
     match error {
         Error::AcquireTimeout { .. } => Event::Failed {
@@ -88,7 +88,7 @@ pub fn refused(error: &Error) -> Event {
         Error::OutcomeUnknown { .. } => Event::Unknown {
             why: error.to_string(),
         },
-        // The grant came too late, and is being taken back.
+        // The grant came too late, and the background releases it.
         Error::Lost { .. } => Event::TakenBack {
             why: error.to_string(),
         },
@@ -98,12 +98,13 @@ pub fn refused(error: &Error) -> Event {
     }
 }
 
-/// The future's output, unless its caller goes away before: after so many polls or so much time.
+/// Runs a future, and drops it after so many polls or so much time. Returns its output if it
+/// completed before.
 pub async fn unless_cancelled<F: Future>(
-    cancels: Option<(usize, Duration)>,
+    cancel_after: Option<(usize, Duration)>,
     future: F,
 ) -> Option<F::Output> {
-    let Some((mut polls, time)) = cancels else {
+    let Some((mut polls, time)) = cancel_after else {
         return Some(future.await);
     };
     let mut future = pin!(future);

@@ -1,10 +1,10 @@
-//! What happened in a run: events with their times on a clock that all processes of the machine
+//! The history of a run: events with their times on a clock that all processes of the machine
 //! share.
 //!
-//! Each process appends its events to a file of its own, one line each, in one write: a process
-//! that is killed loses nothing that it has said. What an operation brings is written after it,
-//! that it begins before it. A time is always taken *before* the library is asked whether a lock is
-//! held, so that the answer is about that time or a later one.
+//! Each process appends its events to a file of its own, each as one line in one write, so a
+//! process that is killed loses no line that it has written. The line for the begin of an operation
+//! is written before it, the line for its end after it. A time is always taken *before* the library
+//! is asked whether a lock is held, so the answer is about that time or a later one.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Write};
@@ -14,31 +14,31 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 
-/// Nanoseconds of CLOCK_MONOTONIC; in a whole [`History`] since the beginning of the run.
+/// Nanoseconds of CLOCK_MONOTONIC; in a complete [`History`], since the beginning of the run.
 pub type Nanos = u64;
 
 pub const MS: Nanos = 1_000_000;
 
-/// Faults that the judge knows by their names.
+/// The names of faults that the judge treats specially.
 pub const NO_CHANNEL: &str = "channels refused (ACL)";
 pub const NO_PUBLISH: &str = "PUBLISH refused (ACL)";
 pub const NO_SCRIPTS: &str = "scripts refused (ACL)";
 pub const STOPPED: &str = "worker stopped (SIGSTOP)";
 
-/// Faults that nobody planned: the judge finds the one in the looks, the run the other.
+/// Faults that were not planned. The judge finds the first in the looks; the run writes the second.
 pub const STALLED: &str = "no look answered";
 pub const CLOCK_SET: &str = "wall clock set";
 
-/// Now, by the clock that tokio's and the library's deadlines run on, too.
+/// The time of the clock that tokio and the library use for deadlines, too.
 pub fn now() -> Nanos {
     let time = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("the clock");
     time.tv_sec() as Nanos * 1_000 * MS + time.tv_nsec() as Nanos
 }
 
-/// By how much the wall clock is ahead of [`now`].
+/// The difference between the wall clock and [`now`].
 pub fn wall_clock_offset() -> i128 {
     let wall = || clock_gettime(ClockId::CLOCK_REALTIME).expect("the wall clock");
-    // The shortest of some readings: the thread may lose its core in between.
+    // The shortest of some readings: the thread may be descheduled in between.
     let readings = (0..5).map(|_| {
         let (from, wall, to) = (now(), wall(), now());
         let wall = i128::from(wall.tv_sec()) * 1_000 * i128::from(MS) + i128::from(wall.tv_nsec());
@@ -48,15 +48,15 @@ pub fn wall_clock_offset() -> i128 {
     shortest.map_or(0, |(_, offset)| offset)
 }
 
-/// A time for people, in seconds.
+/// A time in seconds, for messages.
 pub fn seconds(at: Nanos) -> String {
     format!("{}.{:03} s", at / (1_000 * MS), at / MS % 1_000)
 }
 
-/// What somebody says about one attempt to hold a lock.
+/// What a process writes about one attempt to acquire a lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// An acquire begins. Whose it would be is known before.
+    /// An acquire begins, for that owner.
     Invoked {
         lock: usize,
         owner: String,
@@ -64,45 +64,45 @@ pub enum Event {
         lease: Nanos,
         renewed: bool,
     },
-    /// It holds the lock, and does so for that much longer (0: no word on that).
+    /// The acquire was granted. The lock is not lost for another `remaining` nanoseconds (0: no
+    /// claim).
     Granted { remaining: Nanos },
     /// The acquire has ended, and it is certain that it left nothing on the server.
     Failed { why: String },
-    /// The acquire has ended; it may have left something, which the background gives back.
+    /// The acquire has ended; it may have left a hold, which the background releases.
     Unknown { why: String },
-    /// What was granted, or what a `run` had, was lost before its end; the background gives back
-    /// what is there of it.
+    /// The acquire or the `run` reported a loss; the background releases what is left of the hold.
     TakenBack { why: String },
-    /// The caller went away.
+    /// The caller dropped the future.
     Cancelled,
-    /// The lock is not lost, and will not be for that much longer.
+    /// The lock is not lost for another `remaining` nanoseconds.
     Sure { remaining: Nanos },
-    /// The owner was told of a loss.
+    /// The library reported a loss to the owner.
     Lost { reason: String },
-    /// The hold is about to be given back.
+    /// The release of the hold begins.
     Releasing { how: String },
-    /// What giving back brought: "ok", "lost", "unknown", or words.
+    /// The outcome of the release: "ok", "lost", "unknown", or the text of another error.
     Released { outcome: String },
-    /// How many holds the server counts for the owner, and how many there are.
+    /// The hold count that the library reports for the owner, and the number of its guards.
     Count { expected: u64, found: u64 },
-    /// A guarded section is about to touch the lock's register.
+    /// A guarded section begins to use the lock's register.
     SectionBegan,
     /// It has read that number and written the next one; `proven` if the lock was held until now.
     SectionEnded { read: u64, proven: bool },
-    /// The future of a `run` takes a step: what it would do now others would see.
+    /// The future of a `run` makes a step that other processes could observe.
     Worked,
     /// A force unlock begins.
     Forcing { lock: usize },
-    /// It has ended: "freed", "free", "unknown", or words.
+    /// The outcome of the force unlock: "freed", "free", "unknown", or the text of another error.
     Forced { outcome: String },
-    /// Something panicked in the process.
+    /// A thread or task of the process panicked.
     Panicked { why: String },
     /// The process has finished all its operations, and has that many tasks more than before it
     /// made its client.
     Ended { tasks: u64, shutdown: String },
 }
 
-/// An event with its place and time.
+/// An event, with its time, process and attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Line {
     pub at: Nanos,
@@ -111,18 +111,19 @@ pub struct Line {
     pub event: Event,
 }
 
-/// A fault, from its beginning to its end. It concerns the processes of one slot, or all.
+/// A fault, from its beginning to its end. It affects the processes of one slot, or all.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     pub from: Nanos,
     pub to: Nanos,
     pub kind: String,
     pub slot: Option<u64>,
-    /// Whether there was anything that it was done to. Otherwise it is as if it had not been.
+    /// Whether it affected anything, such as a call whose reply was dropped. If not, it excuses
+    /// nothing.
     pub met: bool,
 }
 
-/// What the server had, at some time between the two.
+/// A look at the server: the keys that it had at some time between `from` and `to`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sample {
     pub from: Nanos,
@@ -139,19 +140,19 @@ pub struct Key {
     pub pttl: i64,
 }
 
-/// All of it.
+/// Everything that was written in a run.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct History {
     pub lines: Vec<Line>,
     pub faults: Vec<Fault>,
     pub samples: Vec<Sample>,
-    /// Processes that were killed, and when that was certain.
+    /// Processes that were killed, and the times after their ends.
     pub killed: Vec<(u64, Nanos)>,
-    /// What was there when all was over and should not be.
+    /// What was left at the end of the run and should not be.
     pub left: Vec<String>,
 }
 
-/// The slot of a process: its successor after a kill has the same.
+/// The slot of a process. The process that replaces a killed one has the same slot.
 pub fn slot_of(process: u64) -> u64 {
     process % 100
 }
@@ -161,7 +162,7 @@ pub fn process_of(slot: u64, incarnation: u64) -> u64 {
     incarnation * 100 + slot
 }
 
-/// Where a process writes down what happens.
+/// Writes the events of a process into its file.
 pub struct Recorder {
     file: File,
     process: u64,
@@ -187,7 +188,7 @@ impl Recorder {
         self.attempts.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Writes down what happened at that time.
+    /// Writes an event of that time.
     pub fn record(&self, at: Nanos, attempt: u64, event: Event) {
         let mut line = Line {
             at,
@@ -248,7 +249,7 @@ impl Line {
         fields
     }
 
-    /// Reads a line; `None` for one that its writer did not finish.
+    /// Reads a line; `None` if it is incomplete.
     fn from_json(text: &str) -> Option<Self> {
         let value: Value = serde_json::from_str(text).ok()?;
         let number = |name: &str| value[name].as_u64();
@@ -311,7 +312,7 @@ impl Line {
 }
 
 impl History {
-    /// Takes in what a process has written.
+    /// Adds the events of one process.
     pub fn read(&mut self, path: &Path) -> io::Result<()> {
         for line in BufReader::new(File::open(path)?).lines() {
             self.lines.extend(Line::from_json(&line?));
@@ -319,7 +320,7 @@ impl History {
         Ok(())
     }
 
-    /// Counts all times from that one.
+    /// Makes all times relative to that one.
     pub fn since(mut self, begun: Nanos) -> Self {
         let since = |at: &mut Nanos| *at = at.saturating_sub(begun);
         self.lines.iter_mut().for_each(|line| since(&mut line.at));
@@ -435,7 +436,7 @@ fn killed(value: &Value) -> Option<(u64, Nanos)> {
 }
 
 #[test]
-fn what_is_written_is_read_again() {
+fn recorder_killed_while_writing_leaves_readable_events() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("history");
     let events = [
@@ -492,7 +493,7 @@ fn what_is_written_is_read_again() {
     for (at, event) in events.iter().enumerate() {
         recorder.record(at as Nanos, attempt, event.clone());
     }
-    // As a process cancels it that is killed while it writes.
+    // A process that is killed while it writes leaves an incomplete line.
     (&recorder.file).write_all(b"{\"at\":1").unwrap();
     let mut history = History::default();
     history.read(&path).unwrap();
@@ -511,7 +512,7 @@ fn what_is_written_is_read_again() {
 }
 
 #[test]
-fn a_history_that_is_left_is_whole() {
+fn history_written_and_reread_is_the_same() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let path = folder.path().join("history");
     let key = Key {

@@ -35,10 +35,10 @@
 //! it, and allows no time for that: a process that was stopped checks the clock first.
 //!
 //! **Force unlocks.** A force unlock excuses one owner, of those that may have held the lock while
-//! it ran: from its invocation until a look shows that owner with the lock again, or until the lease
-//! has ended by the owner's clock. The excuse also ends when the owner reports the loss, because no
-//! owner is sure after that. If the lease is renewed and no fault happened, the owner reports the
-//! loss a third of the lease later.
+//! it ran: from its invocation until a look shows that owner with the lock again, or until the
+//! lease has ended by the owner's clock. The excuse also ends when the owner reports the loss,
+//! because no owner is sure after that. If the lease is renewed and no fault happened, the owner
+//! reports the loss a third of the lease later.
 //!
 //! **Clock steps.** A step of the wall clock ends leases on the server early. It excuses one owner
 //! of each lock, as a force unlock does, until the leases of that time have ended.

@@ -1,12 +1,12 @@
-//! The judge is judged: histories made by hand, each with one thing wrong, and clean ones that look
-//! suspicious.
+//! Tests of the judge: histories made by hand that violate one rule each, and correct ones that
+//! look similar.
 
 use super::history::{Event, MS, NO_CHANNEL, NO_PUBLISH, NO_SCRIPTS, Nanos};
 use super::judge::Rule;
 use super::scenario::{Scenario, owner_of};
 
 #[test]
-fn a_clean_history_is_not_accused() {
+fn history_without_violation_is_not_accused() {
     Scenario::default()
         .granted(100, 1, 1)
         .invoked(120, 1, 2)
@@ -61,8 +61,8 @@ fn a_clean_history_is_not_accused() {
 }
 
 #[test]
-fn two_that_are_sure_at_once_are_found() {
-    // The first gave nothing back, and was said to be sure until 2100.
+fn two_owners_sure_at_once_are_accused() {
+    // The claim of the first owner lasts until 2100, and its release was not confirmed.
     Scenario::default()
         .granted(100, 1, 1)
         .granted(1_000, 2, 1)
@@ -72,7 +72,7 @@ fn two_that_are_sure_at_once_are_found() {
 }
 
 #[test]
-fn a_confirmed_unlock_says_that_the_lock_was_held_until_then() {
+fn unlock_confirmed_after_another_grant_is_accused() {
     let scenario = |outcome| {
         Scenario::default()
             .granted(100, 1, 1)
@@ -85,8 +85,8 @@ fn a_confirmed_unlock_says_that_the_lock_was_held_until_then() {
 }
 
 #[test]
-fn a_lease_that_has_run_out_is_no_claim() {
-    // Killed, stopped, or lost: nobody is sure without having asked.
+fn grant_after_the_end_of_a_lease_is_not_accused() {
+    // A process that was killed or stopped claims nothing.
     let mut scenario = Scenario::default()
         .granted(100, 1, 1)
         .granted(2_200, 2, 1)
@@ -111,20 +111,20 @@ fn a_lease_that_has_run_out_is_no_claim() {
 }
 
 #[test]
-fn an_owner_that_the_server_does_not_know_is_found() {
+fn owner_without_hold_on_the_server_is_accused() {
     Scenario::default()
         .granted(100, 1, 1)
         .released(500, 1, 1, "ok")
         .server(110, 200, &[])
         .breaks(&[Rule::NotHeldOnServer]);
-    // It is there, but not for the two seconds that were said.
+    // The server has the hold, but with a shorter lease than the owner claims.
     let mut scenario = Scenario::default()
         .granted(100, 1, 1)
         .released(500, 1, 1, "ok")
         .server(110, 120, &[(1, 1)]);
     scenario.0.samples[0].held[0].pttl = 1_900;
     scenario.breaks(&[Rule::NotHeldOnServer]);
-    // Before, and after it was about to be given back, the server may say what it likes.
+    // Looks before the grant and after the begin of the release do not matter.
     Scenario::default()
         .granted(100, 1, 1)
         .released(500, 1, 1, "ok")
@@ -134,7 +134,7 @@ fn an_owner_that_the_server_does_not_know_is_found() {
 }
 
 #[test]
-fn an_owner_that_did_not_hear_of_its_loss_is_found() {
+fn loss_not_reported_after_another_grant_is_accused() {
     let scenario = || {
         Scenario::default()
             .granted(100, 1, 1)
@@ -153,7 +153,7 @@ fn an_owner_that_did_not_hear_of_its_loss_is_found() {
             },
         )
         .breaks(&[]);
-    // Being cut off is no excuse, standing still is.
+    // A broken connection is no excuse. A stopped process is one.
     scenario()
         .fault(200, 8_000, "both ways held", Some(1))
         .breaks(&[Rule::LossNotReported]);
@@ -163,7 +163,7 @@ fn an_owner_that_did_not_hear_of_its_loss_is_found() {
 }
 
 #[test]
-fn a_run_that_goes_on_after_a_rivals_grant_is_found() {
+fn run_that_continues_after_another_grant_is_accused() {
     let scenario = |steps: &[Nanos]| {
         let run = Event::Invoked {
             lock: 0,
@@ -193,10 +193,10 @@ fn a_run_that_goes_on_after_a_rivals_grant_is_found() {
         );
         scenario.granted(2_200, 2, 1).released(2_300, 2, 1, "ok")
     };
-    // The step at 2201 was begun before the grant.
+    // The step at 2201 began before the grant.
     scenario(&[150, 2_150, 2_201]).breaks(&[]);
     scenario(&[150, 2_150, 2_201, 2_230]).breaks(&[Rule::RunNotStopped]);
-    // Not even a process that stood still begins another.
+    // A process that was stopped begins no further step either.
     scenario(&[150, 2_601, 2_602])
         .fault(160, 2_600, "worker stopped (SIGSTOP)", Some(1))
         .breaks(&[Rule::RunNotStopped]);
@@ -206,21 +206,21 @@ fn a_run_that_goes_on_after_a_rivals_grant_is_found() {
 }
 
 #[test]
-fn a_hold_that_nobody_has_is_found() {
+fn hold_without_attempt_is_accused() {
     let scenario = || {
         Scenario::default()
             .granted(100, 1, 1)
             .released(200, 1, 1, "ok")
     };
     scenario().server(300, 310, &[(1, 1)]).breaks(&[Rule::Leak]);
-    // One too many.
+    // One hold too many.
     scenario().server(110, 120, &[(1, 2)]).breaks(&[Rule::Leak]);
-    // Of somebody who never was.
+    // An owner without any attempt.
     scenario().server(300, 310, &[(7, 1)]).breaks(&[Rule::Leak]);
 }
 
 #[test]
-fn an_acquire_that_is_said_to_have_failed_and_left_a_hold_is_found() {
+fn failed_acquire_that_left_a_hold_is_accused() {
     let failed = Event::Failed {
         why: "contended".into(),
     };
@@ -232,7 +232,7 @@ fn an_acquire_that_is_said_to_have_failed_and_left_a_hold_is_found() {
 }
 
 #[test]
-fn what_is_not_known_has_time_to_settle_after_the_faults() {
+fn unknown_outcome_not_settled_after_the_faults_is_accused() {
     let unknown = Event::Unknown {
         why: "no answer".into(),
     };
@@ -246,14 +246,14 @@ fn what_is_not_known_has_time_to_settle_after_the_faults() {
     scenario()
         .server(5_100, 5_110, &[(1, 1)])
         .breaks(&[Rule::Leak]);
-    // A caller that went away, with no fault.
+    // The caller dropped the future, and no fault happened.
     let left = || {
         Scenario::default()
             .invoked(100, 1, 1)
             .line(200, 1, 1, Event::Cancelled)
     };
     left().server(2_300, 2_310, &[(1, 1)]).breaks(&[Rule::Leak]);
-    // Another process' faults are none of its own.
+    // A fault of another process excuses nothing.
     left()
         .fault(50, 4_000, "requests held", Some(2))
         .server(2_300, 2_310, &[(1, 1)])
@@ -261,7 +261,7 @@ fn what_is_not_known_has_time_to_settle_after_the_faults() {
 }
 
 #[test]
-fn the_leases_of_the_killed_run_out() {
+fn lease_of_a_killed_process_that_does_not_end_is_accused() {
     let killed = || {
         let mut scenario = Scenario::default().granted(100, 1, 1);
         scenario.0.killed.push((1, 500 * MS));
@@ -274,7 +274,7 @@ fn the_leases_of_the_killed_run_out() {
 }
 
 #[test]
-fn a_key_without_an_expiry_is_found() {
+fn key_without_expiry_is_accused() {
     let mut scenario = Scenario::default()
         .granted(100, 1, 1)
         .released(200, 1, 1, "ok")
@@ -284,7 +284,7 @@ fn a_key_without_an_expiry_is_found() {
 }
 
 #[test]
-fn a_wrong_count_is_found() {
+fn wrong_hold_count_is_accused() {
     let count = Event::Count {
         expected: 2,
         found: 1,
@@ -297,7 +297,7 @@ fn a_wrong_count_is_found() {
 }
 
 #[test]
-fn an_unlock_that_succeeds_after_the_loss_was_told_is_found() {
+fn unlock_after_a_reported_loss_that_succeeds_is_accused() {
     let lost = Event::Lost {
         reason: "Gone".into(),
     };
@@ -312,7 +312,7 @@ fn an_unlock_that_succeeds_after_the_loss_was_told_is_found() {
 }
 
 #[test]
-fn a_waiter_before_a_free_lock_is_found() {
+fn waiter_for_a_free_lock_is_accused() {
     let scenario = |granted| {
         let scenario = Scenario::default()
             .granted(100, 1, 1)
@@ -328,7 +328,7 @@ fn a_waiter_before_a_free_lock_is_found() {
     };
     scenario(400).breaks(&[]);
     scenario(2_500).breaks(&[Rule::LostWakeup]);
-    // A fault excuses it, for a while, and only where it was.
+    // A fault of the waiter's process excuses it, for a while.
     scenario(2_500)
         .fault(190, 300, "replies held", Some(2))
         .breaks(&[]);
@@ -338,11 +338,11 @@ fn a_waiter_before_a_free_lock_is_found() {
     scenario(4_000)
         .fault(190, 300, "CLIENT KILL", None)
         .breaks(&[Rule::LostWakeup]);
-    // One that met nothing is none.
+    // A fault without effect excuses nothing.
     let mut idle = scenario(2_500).fault(190, 300, "reply swallowed", Some(2));
     idle.0.faults[0].met = false;
     idle.breaks(&[Rule::LostWakeup]);
-    // The line in its process moves.
+    // The wait queue in its process moves.
     scenario(2_500)
         .granted(1_303, 2, 2)
         .released(1_307, 2, 2, "ok")
@@ -350,7 +350,7 @@ fn a_waiter_before_a_free_lock_is_found() {
 }
 
 #[test]
-fn a_release_that_nobody_could_hear_excuses_those_without_rechecks() {
+fn release_without_message_excuses_waiters_without_rechecks() {
     let long = |waiter, to: u64| {
         let scenario = Scenario::default()
             .granted(100, 1, 1)
@@ -367,16 +367,16 @@ fn a_release_that_nobody_could_hear_excuses_those_without_rechecks() {
     let scenario = |waiter| long(waiter, 4_000);
     scenario(3).breaks(&[Rule::LostWakeup]);
     scenario(3).fault(190, 300, NO_PUBLISH, Some(1)).breaks(&[]);
-    // It was not the releasing process that could not publish, or not then.
+    // Another process could not publish, or the process could not publish at another time.
     scenario(3)
         .fault(190, 300, NO_PUBLISH, Some(5))
         .breaks(&[Rule::LostWakeup]);
     scenario(3)
         .fault(600, 700, NO_PUBLISH, Some(1))
         .breaks(&[Rule::LostWakeup]);
-    // Who was refused the subscription is deaf, who asks again by itself is not.
+    // A waiter without a subscription is excused only if it relies on messages.
     scenario(3).fault(140, 160, NO_CHANNEL, Some(3)).breaks(&[]);
-    // It asks again for the subscription.
+    // The client subscribes again after a while.
     long(3, 8_000)
         .fault(140, 160, NO_CHANNEL, Some(3))
         .breaks(&[Rule::LostWakeup]);
@@ -391,9 +391,9 @@ fn a_release_that_nobody_could_hear_excuses_those_without_rechecks() {
 }
 
 #[test]
-fn a_mute_owner_between_two_looks_excuses_those_without_rechecks() {
-    // Whoever waits was woken by the release at 199 and came too late; the next one has nothing to
-    // say.
+fn unseen_release_without_message_excuses_waiters_without_rechecks() {
+    // The release at 199 woke the waiter, which came too late. Process 5 had the lock then and
+    // could not publish.
     let scenario = |begins: Nanos| {
         let scenario = Scenario::default()
             .granted(100, 1, 1)
@@ -428,7 +428,7 @@ fn a_mute_owner_between_two_looks_excuses_those_without_rechecks() {
 }
 
 #[test]
-fn a_release_that_is_refused_leaves_the_lease() {
+fn hold_of_a_refused_release_is_excused_until_its_lease_ends() {
     let refused = || {
         Scenario::default()
             .granted(100, 1, 1)
@@ -450,7 +450,7 @@ fn a_release_that_is_refused_leaves_the_lease() {
 }
 
 #[test]
-fn a_lost_update_is_found() {
+fn lost_update_is_accused() {
     let scenario = |read| {
         let scenario = Scenario::default()
             .granted(100, 1, 1)
@@ -463,7 +463,7 @@ fn a_lost_update_is_found() {
     };
     scenario(5).breaks(&[]);
     scenario(4).breaks(&[Rule::LostUpdate]);
-    // Somebody who was not sure may have written in between.
+    // A section that was not sure may have written in between.
     let unsure = scenario(4)
         .granted(50, 3, 1)
         .section(60, 140, 3, 1, 4, false);
@@ -471,7 +471,7 @@ fn a_lost_update_is_found() {
 }
 
 #[test]
-fn what_never_ends_is_found() {
+fn operation_or_process_that_does_not_end_is_accused() {
     Scenario::default()
         .invoked(100, 1, 1)
         .breaks(&[Rule::LeftBehind]);
@@ -512,7 +512,7 @@ fn what_never_ends_is_found() {
 }
 
 #[test]
-fn an_unlock_that_says_lost_and_was_not_is_a_lie() {
+fn unlock_that_reports_a_false_loss_is_accused() {
     let scenario = |outcome| {
         Scenario::default()
             .granted(100, 1, 1)
@@ -522,15 +522,15 @@ fn an_unlock_that_says_lost_and_was_not_is_a_lie() {
             .server(406, 5_000, &[])
     };
     scenario("lost").breaks(&[Rule::FalseReport]);
-    // No fault makes it one.
+    // A fault does not excuse it.
     scenario("lost")
         .fault(350, 360, "CLIENT KILL", None)
         .breaks(&[Rule::FalseReport]);
     scenario("ok").breaks(&[]);
 }
 
-/// A loss that is told at 400 or later, and a server that has the lock for its owner until then.
-fn told_at(at: Nanos, reason: &str) -> Scenario {
+/// A loss that is reported at that time, while the server has the lock for its owner until then.
+fn lost_at(at: Nanos, reason: &str) -> Scenario {
     let lost = Event::Lost {
         reason: reason.into(),
     };
@@ -542,27 +542,27 @@ fn told_at(at: Nanos, reason: &str) -> Scenario {
 }
 
 #[test]
-fn a_loss_that_was_none_is_a_lie() {
-    told_at(400, "Gone").breaks(&[Rule::FalseReport]);
-    told_at(400, "ForceUnlocked").breaks(&[Rule::FalseReport]);
-    // It was said to be sure until 2100.
-    told_at(400, "Expired").breaks(&[Rule::FalseReport]);
-    told_at(400, "Expired")
+fn false_loss_is_accused() {
+    lost_at(400, "Gone").breaks(&[Rule::FalseReport]);
+    lost_at(400, "ForceUnlocked").breaks(&[Rule::FalseReport]);
+    // The owner claims the lock until 2100.
+    lost_at(400, "Expired").breaks(&[Rule::FalseReport]);
+    lost_at(400, "Expired")
         .fault(200, 390, "both ways held", Some(1))
         .breaks(&[Rule::FalseReport]);
-    // The server's lease goes on for two seconds more, as after a renewal.
-    told_at(6_500, "Expired").breaks(&[Rule::FalseReport]);
-    told_at(6_500, "Gone").breaks(&[Rule::FalseReport]);
+    // The lease on the server lasts for another two seconds, as after a renewal.
+    lost_at(6_500, "Expired").breaks(&[Rule::FalseReport]);
+    lost_at(6_500, "Gone").breaks(&[Rule::FalseReport]);
 }
 
 #[test]
-fn a_loss_that_may_be_one_is_none_of_a_lie() {
+fn possible_loss_is_not_accused() {
     // The reply to the renewal may have been lost.
-    told_at(6_500, "Expired")
+    lost_at(6_500, "Expired")
         .fault(2_000, 2_010, "both ways held", Some(1))
         .breaks(&[]);
-    // The lease that the server has is about to end.
-    let mut scenario = told_at(2_150, "Expired");
+    // The lease on the server is about to end.
+    let mut scenario = lost_at(2_150, "Expired");
     scenario
         .0
         .samples
@@ -583,19 +583,19 @@ fn a_loss_that_may_be_one_is_none_of_a_lie() {
     };
     let scenario = Scenario::default().server(100, 390, &[(1, 1)]);
     gone(scenario.server(390, 400, &[])).breaks(&[Rule::NotHeldOnServer]);
-    // It was last looked at long ago.
+    // The last look was long before.
     gone(Scenario::default().server(100, 200, &[(1, 1)])).breaks(&[]);
 }
 
 #[test]
-fn who_came_back_had_been_gone() {
+fn loss_of_an_owner_that_holds_the_lock_again_is_not_accused() {
     let lost = |reason: &str| Event::Lost {
         reason: reason.into(),
     };
     let granted = Event::Granted {
         remaining: 2_000 * MS,
     };
-    // Its lease was over, and a moment later it got the lock again.
+    // The lease ended, and a moment later the owner was granted the lock again.
     let scenario = |between: &[(u64, u64)]| {
         let scenario = Scenario::default()
             .granted(100, 1, 1)
@@ -612,11 +612,11 @@ fn who_came_back_had_been_gone() {
     };
     scenario(&[]).breaks(&[]);
     scenario(&[(1, 1)]).breaks(&[Rule::FalseReport]);
-    // Nobody looked for so long that the lease may have been over.
+    // There was no look for so long that the lease may have ended.
     let mut unseen = scenario(&[]);
     unseen.0.samples.retain(|look| look.from >= 2_140 * MS);
     unseen.breaks(&[]);
-    // Two holds of one owner, both there all the time.
+    // The server has two holds of one owner all the time.
     let scenario = Scenario::default().granted(100, 1, 1).granted(150, 1, 2);
     let scenario = scenario
         .line(700, 1, 1, lost("Gone"))
@@ -630,8 +630,8 @@ fn who_came_back_had_been_gone() {
         .breaks(&[Rule::FalseReport]);
 }
 
-/// An owner that is sure until 2100, of a lock that the server has for it until 2150, and that is
-/// told at that time.
+/// An owner that is sure until 2100 of a lock that the server has for it until 2150, and that
+/// reports its loss at that time.
 fn run_out(reported: Nanos) -> Scenario {
     let lost = Event::Lost {
         reason: "Expired".into(),
@@ -654,7 +654,7 @@ fn run_out(reported: Nanos) -> Scenario {
 }
 
 #[test]
-fn a_loss_is_told_where_no_rival_comes() {
+fn loss_not_reported_after_the_end_of_the_lease_is_accused() {
     run_out(2_600).breaks(&[]);
     run_out(2_700).breaks(&[Rule::LossNotReported]);
     run_out(8_900).breaks(&[Rule::LossNotReported]);
@@ -664,11 +664,11 @@ fn a_loss_is_told_where_no_rival_comes() {
     run_out(8_900)
         .fault(2_000, 8_500, "worker stopped (SIGSTOP)", Some(1))
         .breaks(&[]);
-    // It stood still, but had gone on in time.
+    // The process was stopped, but continued in time.
     run_out(8_900)
         .fault(500, 1_500, "worker stopped (SIGSTOP)", Some(1))
         .breaks(&[Rule::LossNotReported]);
-    // It was given back, or the server was seen to have it for longer.
+    // The hold was released, or the looks show a longer lease.
     Scenario::default()
         .granted(100, 1, 1)
         .released(2_500, 1, 1, "lost")
@@ -678,14 +678,14 @@ fn a_loss_is_told_where_no_rival_comes() {
         .released(4_500, 1, 1, "ok")
         .server(100, 4_500, &[(1, 1)]);
     renewed.breaks(&[]);
-    // Nobody looked when it may have been renewed.
+    // There was no look when the lease may have been renewed.
     let mut unseen = run_out(4_400);
     unseen
         .0
         .samples
         .retain(|look| !(1_900 * MS..2_500 * MS).contains(&look.from));
     unseen.breaks(&[]);
-    // A rival was granted the lock.
+    // Another owner was granted the lock.
     let scenario = |reported| {
         let lost = Event::Lost {
             reason: "Expired".into(),
@@ -703,7 +703,7 @@ fn a_loss_is_told_where_no_rival_comes() {
 }
 
 #[test]
-fn an_owner_that_is_sure_after_its_loss_is_found() {
+fn claim_after_a_reported_loss_is_accused() {
     let scenario = |at| {
         let lost = Event::Lost {
             reason: "Expired".into(),
@@ -719,7 +719,7 @@ fn an_owner_that_is_sure_after_its_loss_is_found() {
 }
 
 #[test]
-fn contention_with_nobody_is_a_lie() {
+fn contention_without_other_owner_is_accused() {
     let scenario = |free_from| {
         let contended = Event::Failed {
             why: "contended".into(),
@@ -738,14 +738,14 @@ fn contention_with_nobody_is_a_lie() {
 }
 
 #[test]
-fn a_renewed_lease_that_ends_without_a_fault_is_found() {
+fn renewed_lease_that_ends_without_fault_is_accused() {
     run_out(2_105).breaks(&[]);
     run_out(2_105).renewed().breaks(&[Rule::FalseReport]);
     run_out(2_105)
         .renewed()
         .fault(90, 100, "both ways held", Some(2))
         .breaks(&[Rule::FalseReport]);
-    // The last renewals may not have come through; long before they did.
+    // The fault may have prevented the last renewals.
     run_out(2_105)
         .renewed()
         .fault(300, 1_500, "both ways held", Some(1))
@@ -768,7 +768,7 @@ fn a_renewed_lease_that_ends_without_a_fault_is_found() {
 }
 
 #[test]
-fn what_fails_or_is_not_known_without_a_fault_is_a_lie() {
+fn failure_or_unknown_outcome_without_fault_is_accused() {
     let unknown = || {
         let scenario = Scenario::default().invoked(4_000, 1, 1);
         scenario.line(

@@ -1,5 +1,5 @@
-//! The judge is judged: what a step of the machine's wall clock permits. The server counts leases by
-//! that clock, the library by the steady one.
+//! Tests of the judge: what a step of the machine's wall clock excuses. The server measures leases
+//! by that clock, the library by the steady one.
 
 use super::history::{CLOCK_SET, Event, MS};
 use super::judge::Rule;

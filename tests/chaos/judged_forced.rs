@@ -1,11 +1,11 @@
-//! The judge is judged: what a force unlock permits, and what it does not.
+//! Tests of the judge: what a force unlock excuses, and what it does not.
 
 use super::history::{Event, MS, Nanos};
 use super::judge::Rule;
 use super::scenario::{Scenario, owner_of};
 
 impl Scenario {
-    /// An operator's force unlock of lock 0, in process 9.
+    /// Adds a force unlock of lock 0 by process 9.
     fn forced(self, from: Nanos, to: Nanos, outcome: &str) -> Self {
         let scenario = self.line(from, 9, 7, Event::Forcing { lock: 0 });
         scenario.line(
@@ -41,8 +41,8 @@ impl Scenario {
     }
 }
 
-/// Process 1 has the lock from 100, for two seconds; process 2 has it from 1020; and the first is
-/// told at 1400.
+/// Process 1 has the lock from 100 for two seconds. Process 2 has it from 1020. Process 1 reports
+/// its loss at 1400.
 fn taken_over() -> Scenario {
     let scenario = Scenario::default()
         .granted(100, 1, 1)
@@ -52,14 +52,14 @@ fn taken_over() -> Scenario {
 }
 
 #[test]
-fn what_was_forced_may_be_had_twice_until_it_is_told() {
+fn two_owners_sure_after_a_force_unlock_are_not_accused() {
     taken_over().breaks(&[Rule::Exclusion]);
     taken_over().forced(1_000, 1_010, "freed").breaks(&[]);
     taken_over().forced(1_000, 1_010, "unknown").breaks(&[]);
     taken_over()
         .forced(1_000, 1_010, "free")
         .breaks(&[Rule::FalseReport, Rule::Exclusion]);
-    // Another lock, or too late.
+    // A force unlock of another lock, or after the second grant.
     let other = taken_over().line(1_000, 9, 7, Event::Forcing { lock: 1 });
     other
         .line(
@@ -77,7 +77,7 @@ fn what_was_forced_may_be_had_twice_until_it_is_told() {
 }
 
 #[test]
-fn a_force_unlock_is_no_excuse_for_being_sure_after_it_was_told() {
+fn claim_after_a_reported_force_unlock_is_accused() {
     taken_over()
         .forced(1_000, 1_010, "freed")
         .sure(1_390, 1, 2_090)
@@ -89,8 +89,8 @@ fn a_force_unlock_is_no_excuse_for_being_sure_after_it_was_told() {
 }
 
 #[test]
-fn an_owner_that_never_hears_of_a_force_unlock_is_found() {
-    // Its lease is over at 3010, and half a second is for the writing down.
+fn loss_by_force_unlock_not_reported_is_accused() {
+    // The lease ends at 3010, and half a second is for writing the loss down.
     let scenario = |reported| {
         Scenario::default()
             .granted(100, 1, 1)
@@ -105,7 +105,7 @@ fn an_owner_that_never_hears_of_a_force_unlock_is_found() {
     };
     scenario(3_400).breaks(&[]);
     scenario(3_600).breaks(&[Rule::LossNotReported]);
-    // It goes on being sure.
+    // The owner makes another claim.
     scenario(3_400)
         .sure(3_300, 1, 3_800)
         .granted(3_500, 3, 1)
@@ -114,8 +114,8 @@ fn an_owner_that_never_hears_of_a_force_unlock_is_found() {
 }
 
 #[test]
-fn a_force_unlock_takes_one_owner() {
-    // Two more have it at once.
+fn force_unlock_excuses_one_owner() {
+    // Two more owners have the lock at once.
     let scenario = || {
         taken_over()
             .forced(1_000, 1_010, "freed")
@@ -123,7 +123,7 @@ fn a_force_unlock_takes_one_owner() {
             .released(1_090, 3, 1, "ok")
     };
     scenario().breaks(&[Rule::Exclusion]);
-    // They had all asked before, so each of them may be the one; not two of them.
+    // All three waited before, so each of them may be the excused one, but not two of them.
     let three = |granted: [Nanos; 3]| {
         let scenario = Scenario::default().forced(1_000, 1_010, "freed");
         granted
@@ -146,8 +146,9 @@ fn a_force_unlock_takes_one_owner() {
 }
 
 #[test]
-fn each_force_unlock_takes_an_owner_of_its_own() {
-    // The third asked before both, and may have been taken by either; the second of them did.
+fn two_force_unlocks_excuse_one_owner_each() {
+    // Process 3 waited before both force unlocks, so either may have ended its tenure. Only the
+    // second one can have.
     let scenario = |second: &str| {
         let scenario = taken_over().forced(1_000, 1_010, "freed").line(
             1_600,
@@ -190,7 +191,7 @@ fn each_force_unlock_takes_an_owner_of_its_own() {
 }
 
 #[test]
-fn who_is_seen_to_have_the_lock_after_a_force_unlock_was_not_its_victim() {
+fn owner_in_a_look_after_the_force_unlock_is_not_excused() {
     let scenario = |process| {
         let scenario = Scenario::default().forced(1_000, 1_010, "freed");
         let scenario = scenario
@@ -204,7 +205,7 @@ fn who_is_seen_to_have_the_lock_after_a_force_unlock_was_not_its_victim() {
 }
 
 #[test]
-fn what_was_forced_may_run_on_count_wrongly_and_write_too_much_for_a_while() {
+fn steps_counts_and_updates_after_a_force_unlock_are_excused_for_a_while() {
     let run = |last: Nanos| {
         let run = Event::Invoked {
             lock: 0,
@@ -262,7 +263,7 @@ fn what_was_forced_may_run_on_count_wrongly_and_write_too_much_for_a_while() {
 }
 
 #[test]
-fn a_force_unlock_is_a_reason_to_lose() {
+fn loss_reported_around_a_force_unlock_is_not_accused() {
     let reported = |at| {
         Scenario::default()
             .granted(100, 1, 1)
@@ -272,12 +273,12 @@ fn a_force_unlock_is_a_reason_to_lose() {
     };
     reported(1_020).breaks(&[Rule::FalseReport]);
     reported(1_005).forced(1_000, 1_010, "freed").breaks(&[]);
-    // Told before it was asked for.
+    // The report came before the force unlock.
     reported(990)
         .forced(1_000, 1_010, "freed")
         .breaks(&[Rule::FalseReport]);
-    // An owner in the same process is told first, and the lock may then not be freed.
-    let told_here = |process| {
+    // A force unlock reports the loss to the owners of its process first, and may then fail.
+    let lost_here = |process| {
         let scenario = reported(1_005).line(1_000, process, 7, Event::Forcing { lock: 0 });
         scenario.line(
             1_010,
@@ -288,14 +289,14 @@ fn a_force_unlock_is_a_reason_to_lose() {
             },
         )
     };
-    told_here(1).breaks(&[]);
-    told_here(9).breaks(&[Rule::FalseReport]);
+    lost_here(1).breaks(&[]);
+    lost_here(9).breaks(&[Rule::FalseReport]);
 }
 
 #[test]
-fn an_old_lease_is_no_reason_not_to_know() {
-    // The owner had the lock for 20 s once, and gave it back; then for two seconds, again and
-    // again.
+fn lease_of_an_earlier_tenure_does_not_extend_the_excuse() {
+    // The owner had a lease of 20 s once and released it. Then it has a lease of two seconds, which
+    // it claims again and again.
     let scenario = |released: Nanos| {
         let long = Event::Invoked {
             lock: 0,
@@ -326,12 +327,12 @@ fn an_old_lease_is_no_reason_not_to_know() {
         scenario.lost(9_000, 1).released(9_010, 1, 1, "lost")
     };
     scenario(30).breaks(&[Rule::Exclusion, Rule::LossNotReported]);
-    // What was there when it took the lock anew lasts on.
+    // The second acquire was a re-entry, and the longer lease still counts.
     scenario(200).breaks(&[]);
 }
 
 #[test]
-fn a_force_unlock_says_what_it_did() {
+fn force_unlock_with_a_wrong_outcome_is_accused() {
     let scenario = |outcome| {
         let scenario = Scenario::default()
             .granted(100, 1, 1)
@@ -347,7 +348,7 @@ fn a_force_unlock_says_what_it_did() {
     held("freed").breaks(&[Rule::FalseReport]);
     held("free").breaks(&[Rule::FalseReport]);
     held("unknown").breaks(&[]);
-    // The owner may have taken it again.
+    // The owner may have acquired the lock again.
     let again = held("freed").invoked(990, 1, 2).line(
         1_008,
         1,
@@ -357,7 +358,7 @@ fn a_force_unlock_says_what_it_did() {
         },
     );
     again.released(1_200, 1, 2, "ok").breaks(&[]);
-    // It had been freed before, by another.
+    // Another force unlock had freed the lock before.
     let before = scenario("free").line(500, 8, 7, Event::Forcing { lock: 0 });
     before
         .line(
@@ -370,7 +371,7 @@ fn a_force_unlock_says_what_it_did() {
         )
         .server(100, 490, &[(1, 1)])
         .breaks(&[]);
-    // Or at the same time, and after it.
+    // Another force unlock freed the lock at the same time, or after it.
     let both = |from| {
         let both = scenario("free").line(from, 8, 7, Event::Forcing { lock: 0 });
         both.line(
@@ -385,7 +386,7 @@ fn a_force_unlock_says_what_it_did() {
     };
     both(1_005).breaks(&[]);
     both(1_015).breaks(&[Rule::FalseReport]);
-    // Somebody was there before, and was freed; nobody was there.
+    // The force unlock freed the lock; or the lock had no owner.
     let freed = Scenario::default()
         .granted(100, 1, 1)
         .lost(1_005, 1)
@@ -403,7 +404,7 @@ fn a_force_unlock_says_what_it_did() {
 }
 
 #[test]
-fn a_force_unlock_is_told_with_the_next_renewal() {
+fn loss_by_force_unlock_not_reported_by_the_next_renewal_is_accused() {
     // A third of the lease after the force unlock is 1677.
     let scenario = |reported| {
         let scenario = Scenario::default()
@@ -429,9 +430,9 @@ fn a_force_unlock_is_told_with_the_next_renewal() {
 }
 
 #[test]
-fn acquire_that_fails_beside_a_force_unlock_is_a_lie() {
-    // Process 1 has the lock, loses it to a force unlock, and its run works on for a while. The
-    // acquire of process 3 fails meanwhile, which no force unlock is a reason for.
+fn acquire_that_fails_beside_a_force_unlock_is_accused() {
+    // A force unlock ends the tenure of process 1, whose run continues for a while. The acquire of
+    // process 3 fails meanwhile. A force unlock is no reason for that.
     let run = Event::Invoked {
         lock: 0,
         owner: owner_of(1),

@@ -1,5 +1,5 @@
-//! The judge is judged: histories in which a process writes a line down long after its event,
-//! because it was stopped (SIGSTOP) in between.
+//! Tests of the judge: histories in which a process writes a line long after the event, because it
+//! was stopped (SIGSTOP) in between, and histories with long times between two looks.
 
 use super::history::{Event, MS, NO_PUBLISH, Nanos, STOPPED};
 use super::judge::Rule;
@@ -39,7 +39,7 @@ fn late_grant() -> Scenario {
 }
 
 #[test]
-fn grant_written_after_the_next_owners_grant_is_no_later_grant() {
+fn grant_written_after_the_next_grant_accuses_no_owner() {
     late_grant()
         .invoked(90, 2, 1)
         .line(1_010, 2, 1, granted(2_000))
@@ -49,7 +49,7 @@ fn grant_written_after_the_next_owners_grant_is_no_later_grant() {
 }
 
 #[test]
-fn grant_written_late_that_no_look_saw_is_no_later_grant() {
+fn grant_written_late_and_in_no_look_accuses_no_owner() {
     // The force unlock frees the lock between two looks.
     let mut scenario = late_grant()
         .invoked(90, 2, 1)
@@ -62,7 +62,7 @@ fn grant_written_late_that_no_look_saw_is_no_later_grant() {
 }
 
 #[test]
-fn run_that_works_after_a_late_line_of_an_earlier_grant_is_not_accused() {
+fn run_that_continues_after_an_earlier_grant_written_late_is_not_accused() {
     let run = Event::Invoked {
         lock: 0,
         owner: owner_of(2),
@@ -116,11 +116,11 @@ fn late_rival_of(scenario: Scenario) -> Scenario {
 }
 
 #[test]
-fn loss_not_reported_before_a_grant_written_late_is_found() {
+fn loss_not_reported_after_a_grant_written_late_is_accused() {
     // The server shows the grant at 3021, and half a second is for writing the loss down.
     late_rival(3_500).breaks(&[]);
     late_rival(3_560).breaks(&[Rule::LossNotReported]);
-    // Of two force unlocks, neither explains it.
+    // Neither of two force unlocks explains it.
     late_rival(3_560)
         .line(500, 9, 7, Event::Forcing { lock: 0 })
         .line(
@@ -144,7 +144,7 @@ fn loss_not_reported_before_a_grant_written_late_is_found() {
 }
 
 #[test]
-fn run_that_works_after_a_grant_written_late_is_found() {
+fn run_that_continues_after_a_grant_written_late_is_accused() {
     let run = |steps: &[Nanos]| {
         let run = Event::Invoked {
             lock: 0,
@@ -228,8 +228,7 @@ fn loss_by_a_force_unlock_of_the_own_process_written_late_is_not_accused() {
     scenario(2_100).breaks(&[Rule::FalseReport]);
 }
 
-/// Process 1 has the lock until 205 and may not publish from 190 to 300. Process 3, which waits for
-/// messages alone, is granted it at 5000.
+/// Process 1 has the lock until 205. Process 3, which relies on messages, is granted it at 5000.
 fn release_without_message() -> Scenario {
     Scenario::default()
         .granted(100, 1, 1)
@@ -265,7 +264,7 @@ fn release_without_message_before_a_gap_in_the_looks_excuses_the_waiter() {
 
 #[test]
 fn failure_while_no_look_is_answered_is_not_accused() {
-    // A busy machine or a slow disk, which nobody planned.
+    // The machine was busy or its disk slow; no fault was planned.
     let scenario = || {
         let why = "no reply in time".into();
         Scenario::default()

@@ -1,7 +1,7 @@
-//! Random faults against several processes, and a judge of what they did.
+//! Random faults against several processes, and a judge of their histories.
 //!
-//! `make chaos CHAOS_SECONDS=600 CHAOS_SEED=7` runs for longer, or with that seed: the same seed
-//! and seconds make the same faults at the same times. The rules are told in `chaos/judge.rs`.
+//! `make chaos CHAOS_SECONDS=600 CHAOS_SEED=7` runs for 600 s with that seed. The same seed and
+//! seconds plan the same faults at the same times. `chaos/judge.rs` explains the rules.
 
 mod actor;
 mod attempts;
@@ -38,7 +38,7 @@ use server_faults::with_users;
 use support::process;
 use support::server::Server;
 
-/// For how long a run may last: the last five seconds have no faults.
+/// The allowed duration of a run, in seconds. The last five seconds have no faults.
 const SECONDS: RangeInclusive<u64> = 6..=86_400;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -51,7 +51,7 @@ async fn random_faults_break_no_promise() {
     let seed =
         given("CHAOS_SEED", 0..=u64::MAX).unwrap_or_else(|| rand::random_range(0..1_000_000));
     println!("seed {seed}, {seconds} s");
-    // A short run has no time for all that the killed leave behind.
+    // A short run has no time to wait for long leases of killed processes.
     let (workers, long_lease) = if seconds < 30 { (4, 6) } else { (6, 20) };
     let long_lease = Duration::from_secs(long_lease);
     let planned = plan(seed, seconds, workers as usize);
@@ -77,19 +77,22 @@ async fn random_faults_break_no_promise() {
             .take(20)
             .for_each(|violation| eprintln!("{violation}"));
         let what = format!(
-            "{found} violations under seed {seed} in {seconds} s, which reproduce the fault schedule"
+            "{found} violations in {seconds} s with seed {seed}, which repeat the fault schedule"
         );
         panic!("{}", report::failure(&what, seed, &verdict));
     }
     let few = figures.counts.too_few(seconds);
     if !few.is_empty() {
-        let what = format!("nothing was counts under seed {seed}: {}", few.join("; "));
+        let what = format!(
+            "the run with seed {seed} showed too little: {}",
+            few.join("; ")
+        );
         panic!("{}", report::failure(&what, seed, &verdict));
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_server_that_forgets_its_data_is_seen_to_break_exclusion() {
+async fn server_without_its_data_breaks_exclusion() {
     assert!(
         found_after(Kind::ForgetData, 1_000, 100, 5)
             .await
@@ -98,7 +101,7 @@ async fn a_server_that_forgets_its_data_is_seen_to_break_exclusion() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn keys_that_are_deleted_are_seen_to_break_exclusion() {
+async fn deleted_keys_break_exclusion() {
     assert!(
         found_after(Kind::DeleteKeys, 100, 0, 4)
             .await
@@ -107,7 +110,7 @@ async fn keys_that_are_deleted_are_seen_to_break_exclusion() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lock_that_is_freed_without_a_message_is_seen_as_a_lost_wakeup() {
+async fn lock_freed_without_message_is_a_lost_wakeup() {
     assert!(
         found_after(Kind::FreeWithoutMessage, 5_000, 2_600, 6)
             .await
@@ -116,8 +119,8 @@ async fn a_lock_that_is_freed_without_a_message_is_seen_as_a_lost_wakeup() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_run_that_breaks_off_leaves_its_history() {
-    // Nobody is in that slot.
+async fn run_that_panics_keeps_its_history() {
+    // There is no worker in that slot.
     let planned = vec![Planned {
         at: 1_000,
         lasts: 0,
@@ -163,7 +166,7 @@ async fn a_run_that_breaks_off_leaves_its_history() {
 }
 
 #[test]
-fn a_setting_that_is_none_is_refused_with_what_is_allowed() {
+fn setting_out_of_range_is_refused_with_the_range() {
     let seconds = |text| setting("CHAOS_SECONDS", text, SECONDS);
     assert_eq!(
         ["6", "600", "86400"].map(seconds),
@@ -185,15 +188,14 @@ fn a_setting_that_is_none_is_refused_with_what_is_allowed() {
     }
 }
 
-/// What an environment variable says, or what it should.
+/// The value of a setting, or an error with the allowed values.
 fn setting(name: &str, text: &str, allowed: RangeInclusive<u64>) -> Result<u64, String> {
     let (from, to) = (allowed.start(), allowed.end());
     let number = text.parse().ok().filter(|number| allowed.contains(number));
     number.ok_or_else(|| format!("{name} must be a whole number from {from} to {to}, not {text:?}"))
 }
 
-/// The rules that the judge finds broken in a short run in which nothing happens but this, again
-/// and again.
+/// The rules that are violated in a short run whose only faults are of this kind.
 async fn found_after(kind: Kind, every: u64, lasts: u64, seconds: u64) -> Vec<Rule> {
     let times = (1_500..seconds * 1_000).step_by(every as usize);
     let planned = times.map(|at| Planned {
@@ -225,7 +227,7 @@ async fn found_after(kind: Kind, every: u64, lasts: u64, seconds: u64) -> Vec<Ru
     assert_eq!(
         texts(&again),
         texts(&verdict.violations),
-        "{} says something else",
+        "the judge finds something else in {}",
         left.history.display()
     );
     [left.history, left.violations]

@@ -1,20 +1,20 @@
 //! The schedule of a run's faults, which the seed and the seconds determine.
 //!
-//! None of them may break exclusion. A server that stands still, or is down and comes back with its
-//! data, lets leases run out as if it had been there, and owners are told by their own clocks. What
-//! a client sent on a connection that it has given up may arrive late: the client has the server
-//! close that connection first. A process that is killed cancels its leases behind, and so does one
-//! that may not run scripts. A server that is busy or full refuses.
+//! None of them may break exclusion. While the server is stopped, or down until it comes back with
+//! its data, leases end as usual, and owners notice that by their own clocks. A call on an
+//! abandoned connection may arrive late, so the client first has the server close that connection.
+//! The leases of a process that is killed, or that may not run scripts, stay until they end. A
+//! server that is busy or out of memory refuses calls.
 //!
-//! The [controls](Kind::is_control) must break it, or the judge is blind.
+//! The [controls](Kind::is_control) break exclusion or wake-ups. They show that the judge finds it.
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::history::{NO_CHANNEL, NO_PUBLISH, NO_SCRIPTS, STOPPED};
 
-/// For how long each storm lasts, and the calm after it, in which what is left has to settle and
-/// waiters to wake.
+/// How long each period with faults lasts, and the period without faults after it, in which unknown
+/// outcomes have to be settled and waiters to be woken.
 const FAULT_TIME: u64 = 10_000;
 const QUIET_TIME: u64 = 5_000;
 
@@ -38,7 +38,7 @@ pub enum Kind {
     Busy,
     /// `maxmemory` is reached.
     FullMemory,
-    /// A worker's user may not do something for a while: what it is called, and what it may not do.
+    /// A worker's user loses some rights for a while: the name of the fault, and the ACL rules.
     TakeRight(&'static str, &'static [&'static str]),
     StopWorker,
     KillWorker,
@@ -46,23 +46,23 @@ pub enum Kind {
     ForgetData,
     /// A control: the keys are deleted.
     DeleteKeys,
-    /// A control: a lock of somebody else goes away without a message.
+    /// A control: a lock of an unknown client is deleted without a message.
     FreeWithoutMessage,
 }
 
-/// A fault to come.
+/// A planned fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Planned {
     /// Milliseconds after the beginning.
     pub at: u64,
     pub lasts: u64,
     pub kind: Kind,
-    /// Of which worker, where it is not the server's.
+    /// The affected worker, unless it is a fault of the server.
     pub slot: usize,
 }
 
 impl Kind {
-    /// What it is called in tables.
+    /// Its name in histories and tables.
     pub fn name(self) -> &'static str {
         match self {
             Kind::HoldRequests => "requests held",
@@ -82,7 +82,7 @@ impl Kind {
             Kind::Busy => "busy script",
             Kind::FullMemory => "memory full",
             Kind::TakeRight(name, _) => name,
-            // The judge knows by this beginning which processes stood still.
+            // The judge recognises the faults of workers by the first word of their names.
             Kind::StopWorker => STOPPED,
             Kind::KillWorker => "worker killed, replaced",
             Kind::ForgetData => "server lost its data",
@@ -91,7 +91,7 @@ impl Kind {
         }
     }
 
-    /// Whether it needs the server for itself.
+    /// Whether it is a fault of the server, of which there is one at a time.
     pub fn is_servers(self) -> bool {
         use Kind::*;
         matches!(
@@ -107,7 +107,7 @@ impl Kind {
             || self.is_control()
     }
 
-    /// Whether the judge has to find something after it. He is not told of such a fault.
+    /// Whether the judge has to find a violation after it. Such a fault is not recorded.
     pub fn is_control(self) -> bool {
         matches!(
             self,
@@ -131,8 +131,8 @@ pub fn plan(seed: u64, seconds: u64, slots: usize) -> Vec<Planned> {
             return planned;
         }
         let (kind, longest) = any(&mut random);
-        // Half of them are over before a lease is; of the others many outlast the patience of a
-        // call.
+        // Half of them are shorter than a lease. Many of the others are longer than a call's
+        // timeout.
         let longest = if random.random_bool(0.5) {
             longest / 4
         } else {
@@ -193,7 +193,7 @@ fn any(random: &mut StdRng) -> (Kind, u64) {
 }
 
 #[test]
-fn a_seed_determines_the_faults() {
+fn plan_with_the_same_seed_is_the_same() {
     let planned = plan(7, 60, 6);
     assert_eq!(planned, plan(7, 60, 6));
     assert_ne!(planned, plan(8, 60, 6));

@@ -1,4 +1,4 @@
-//! What a run says at its end.
+//! The figures of a run, and the files that it leaves.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
@@ -14,11 +14,11 @@ pub struct Figures {
     rows: Vec<(String, String)>,
 }
 
-/// How often there was what the rules are about.
+/// How often the events happened that the rules are about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     pub grants: usize,
-    /// Outcomes that were told to be unknown.
+    /// Operations with an unknown outcome.
     pub unknown: usize,
     /// Guarded sections that were sure of their lock.
     pub sections: usize,
@@ -27,7 +27,7 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// How often it has to be in a minute, or the run has counts nothing.
+    /// How often these have to happen in a minute for the run to show anything.
     const A_MINUTE: Self = Self {
         grants: 300,
         unknown: 6,
@@ -35,8 +35,8 @@ impl Counts {
         looks: 600,
     };
 
-    /// What there was too little of in that many seconds. Of a short run only grants are demanded:
-    /// faults may take up most of it.
+    /// The events of which there were too few in that many seconds. In a short run only grants
+    /// count: faults may take most of its time.
     pub fn too_few(self, seconds: u64) -> Vec<String> {
         let Self {
             grants,
@@ -56,7 +56,7 @@ impl Counts {
             .take(asked)
             .filter(|(_, is, minute)| is * 60 < minute * seconds as usize);
         few.map(|(name, is, minute)| {
-            format!("only {is} {name} in {seconds} s, and {minute} a minute are demanded")
+            format!("only {is} {name} in {seconds} s, and {minute} a minute are required")
         })
         .collect()
     }
@@ -95,14 +95,14 @@ impl Figures {
         row("grants/s", (grants as u64 / seconds.max(1)).to_string());
         row("re-entries", reentries(&analysis).to_string());
         row(
-            "callers that left",
+            "futures dropped by their callers",
             count(|event| matches!(event, Event::Cancelled)).to_string(),
         );
         let forced =
             count(|event| matches!(event, Event::Forced { outcome } if outcome == "freed"));
         row("locks freed by force", forced.to_string());
         row(
-            "losses told",
+            "losses reported",
             analysis
                 .attempts
                 .iter()
@@ -113,7 +113,7 @@ impl Figures {
         let by_server =
             |attempt: &&Attempt| attempt.lost.as_ref().is_some_and(|lost| !lost.expired);
         row(
-            "of them by the server's word",
+            "of them by a reply of the server",
             analysis
                 .attempts
                 .iter()
@@ -167,7 +167,7 @@ impl Figures {
 fn kinds(history: &History) -> BTreeMap<String, usize> {
     let mut kinds = BTreeMap::new();
     for fault in &history.faults {
-        let met = if fault.met { "" } else { ": met nothing" };
+        let met = if fault.met { "" } else { ": without effect" };
         *kinds
             .entry(format!("fault: {}{met}", fault.kind))
             .or_default() += 1;
@@ -199,27 +199,27 @@ fn reentries(analysis: &Analysis) -> usize {
     number
 }
 
-/// The files in which a run is left.
+/// The files that a run leaves.
 pub struct Left {
     pub history: PathBuf,
     pub violations: PathBuf,
 }
 
-/// What went wrong, and where the run is left.
+/// The message of a failed run, with the files that it leaves.
 pub fn failure(what: &str, seed: u64, verdict: &Verdict) -> String {
     let Left {
         history,
         violations,
     } = keep(seed, verdict);
     format!(
-        "{what}; the history is in {}, what is wrong in it in {}",
+        "{what}; the history is in {}, the violations are in {}",
         history.display(),
         violations.display()
     )
 }
 
-/// Leaves the history and what was found in it in files of their own: an earlier run under this
-/// seed was another run.
+/// Writes the history and its violations into files of their own. They replace no files of an
+/// earlier run with the same seed.
 pub fn keep(seed: u64, verdict: &Verdict) -> Left {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("chaos");
     fs::create_dir_all(&folder).expect("a folder for histories");
@@ -240,7 +240,7 @@ pub fn keep(seed: u64, verdict: &Verdict) -> Left {
 }
 
 #[test]
-fn a_run_that_shows_too_little_is_told_from_one_that_shows_enough() {
+fn run_with_too_few_events_is_reported() {
     let enough = Counts {
         grants: 50,
         unknown: 0,
@@ -250,7 +250,7 @@ fn a_run_that_shows_too_little_is_told_from_one_that_shows_enough() {
     assert!(enough.too_few(10).is_empty());
     assert_eq!(
         enough.too_few(11),
-        ["only 50 grants in 11 s, and 300 a minute are demanded"]
+        ["only 50 grants in 11 s, and 300 a minute are required"]
     );
     let enough = Counts {
         grants: 300,
@@ -265,25 +265,25 @@ fn a_run_that_shows_too_little_is_told_from_one_that_shows_enough() {
                 grants: 299,
                 ..enough
             },
-            "only 299 grants in 60 s, and 300 a minute are demanded",
+            "only 299 grants in 60 s, and 300 a minute are required",
         ),
         (
             Counts {
                 unknown: 5,
                 ..enough
             },
-            "only 5 unknown outcomes in 60 s, and 6 a minute are demanded",
+            "only 5 unknown outcomes in 60 s, and 6 a minute are required",
         ),
         (
             Counts {
                 sections: 0,
                 ..enough
             },
-            "only 0 guarded sections in 60 s, and 60 a minute are demanded",
+            "only 0 guarded sections in 60 s, and 60 a minute are required",
         ),
         (
             Counts { looks: 0, ..enough },
-            "only 0 looks at the server in 60 s, and 600 a minute are demanded",
+            "only 0 looks at the server in 60 s, and 600 a minute are required",
         ),
     ];
     for (counts, why) in few {

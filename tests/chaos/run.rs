@@ -1,5 +1,5 @@
-//! A run: workers behind proxies, faults, somebody who looks at the server all the time, and the
-//! judge at the end.
+//! A run: workers behind proxies, faults, an observer that looks at the server all the time, and
+//! the judge at the end.
 
 use std::any::Any;
 use std::fs;
@@ -29,17 +29,17 @@ use super::support::proxy::Proxy;
 use super::support::server::Server;
 use super::worker::{BUSY_LOCKS, lock_name, relies_on_messages};
 
-/// For how long operations may take to come to an end when there are no faults and no leases of the
-/// killed any more.
+/// How long operations may take to end when there are no faults and no leases of killed processes
+/// any more.
 const DRAIN: Duration = Duration::from_secs(15);
 
-/// How often the server is looked at.
+/// The pause between two looks at the server.
 const LOOK: Duration = Duration::from_millis(15);
 
-/// By how much the wall clock has to be set between two looks for that to be a fault.
+/// By how much the wall clock has to change between two looks for that to be a fault.
 const CLOCK_STEP: u128 = 20 * MS as u128;
 
-/// How often a run says how it is going.
+/// How often a run prints its progress.
 const PROGRESS: Duration = Duration::from_secs(5);
 
 pub struct Run {
@@ -48,7 +48,7 @@ pub struct Run {
     pub workers: u64,
     /// Tasks in each worker.
     pub tasks: u64,
-    /// The longest lease that is taken.
+    /// The longest lease of any acquire.
     pub long_lease: Duration,
     pub planned: Vec<Planned>,
     pub server: Server,
@@ -82,12 +82,12 @@ impl Run {
             ..History::default()
         };
         for file in files(folder.path()) {
-            // What can be read of it is better than nothing.
+            // A part of a file is better than none of it.
             let _ = history.read(&file);
         }
         history.faults.sort_by_key(|fault| fault.from);
         let mut history = history.since(begun);
-        // A run that broke off has left everything unfinished: there is no judging it. A panic of a
+        // The history of a run that panicked is incomplete and cannot be judged. A panic of a
         // process may have been the reason.
         let judged = outcome.and_then(|left| {
             history.left = left;
@@ -105,7 +105,7 @@ impl Run {
         }
     }
 
-    /// Lets everything happen, and tells what was left.
+    /// Runs workers and faults, and returns what is left at the end.
     async fn drive(self, begun: Nanos, folder: &Path, records: &Records) -> Vec<String> {
         let begins = tokio::time::Instant::now() + Duration::from_millis(200);
         let url = self.server.url();
@@ -174,7 +174,7 @@ impl Run {
             end.to_string(),
             self.long_lease.as_millis().to_string(),
         );
-        let patient = u8::from(relies_on_messages(number)).to_string();
+        let messages_only = u8::from(relies_on_messages(number)).to_string();
         Box::new(move |process| {
             let (log, process) = (folder.join(process.to_string()), process.to_string());
             let log = log.to_str().expect("a path in UTF-8");
@@ -186,7 +186,7 @@ impl Run {
                     ("DIRECT", &*direct),
                     ("LOG", log),
                     ("PROCESS", &*process),
-                    ("PATIENT", &*patient),
+                    ("MESSAGES_ONLY", &*messages_only),
                     ("SEED", &*seed),
                     ("TASKS", &*tasks),
                     ("LONG_LEASE", &*long_lease),
@@ -197,10 +197,10 @@ impl Run {
     }
 }
 
-/// What the driver itself writes down; it is there whatever becomes of the driver.
+/// What the run itself records. It outlives a panic of the run.
 #[derive(Clone, Default)]
 pub struct Records {
-    /// What has happened.
+    /// The faults that have happened.
     pub faults: Arc<Mutex<Vec<Fault>>>,
     pub killed: Arc<Mutex<Vec<(u64, Nanos)>>>,
     pub samples: Arc<Mutex<Vec<Sample>>>,
@@ -210,20 +210,20 @@ fn take<T>(written: &Mutex<Vec<T>>) -> Vec<T> {
     std::mem::take(&mut written.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// A panic of the driver or of the judge.
+/// A panic of the run or of the judge.
 fn broke_off(panic: &(dyn Any + Send), at: Nanos) -> Violation {
     let message = panic
         .downcast_ref::<String>()
         .map(String::as_str)
         .or(panic.downcast_ref::<&str>().copied());
     let what = format!(
-        "the run broke off: {}",
-        message.unwrap_or("a panic without words")
+        "the run panicked: {}",
+        message.unwrap_or("a panic without a message")
     );
     Violation::new(Rule::Panic, at, what)
 }
 
-/// Waits until everything has come to its end. Tells what has not.
+/// Waits until everything has ended. Returns what has not.
 async fn drain(targets: &Targets, url: &str, long_lease: Duration) -> Vec<String> {
     let client = redis::Client::open(url).expect("the server's URL");
     let mut redis = client
@@ -246,12 +246,12 @@ async fn drain(targets: &Targets, url: &str, long_lease: Duration) -> Vec<String
     }
     if idle < workers {
         left.push(format!(
-            "{} of {workers} workers did not come to an end",
+            "{} of {workers} workers did not end",
             workers - idle
         ));
     }
-    // The clients are alive and have nothing to do: what there is now is left over, but for leases
-    // of the killed.
+    // The clients are alive and have nothing to do. Whatever is on the server now should not be
+    // there, except for leases of killed processes.
     let limit = Instant::now() + long_lease + Duration::from_secs(2);
     loop {
         let locks = (0..=BUSY_LOCKS).map(lock_name);
@@ -268,7 +268,7 @@ async fn drain(targets: &Targets, url: &str, long_lease: Duration) -> Vec<String
             (keys, channels) if Instant::now() > limit => {
                 let channels: redis::RedisResult<Vec<String>> = channels;
                 left.push(format!(
-                    "with nobody at work: keys: {keys:?}, channels: {channels:?}"
+                    "without any operation: keys: {keys:?}, channels: {channels:?}"
                 ));
                 break;
             }
@@ -366,7 +366,7 @@ impl Drop for Observer {
     }
 }
 
-/// All locks at one moment: a script's time stands still.
+/// Reads all locks at one moment: no time passes inside a script.
 fn look(connection: &mut redis::Connection) -> Option<Sample> {
     const LOOK: &str = "local all = {} for i, name in ipairs(KEYS) do \
                         all[i] = {redis.call('pttl', name), redis.call('hgetall', name)} end return all";

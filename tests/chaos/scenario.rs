@@ -1,17 +1,17 @@
-//! Histories made by hand.
+//! Histories for the tests of the judge, made by hand.
 
 use super::history::{Event, Fault, History, Key, Line, MS, Nanos, Sample};
 use super::judge::{Rule, judge};
 
-/// What the server tells of each key's expiry, in milliseconds, unless a test says otherwise.
+/// The remaining lease of each key in each look, in milliseconds, unless a test sets another one.
 const PTTL: i64 = 2_000;
 
-/// A history in milliseconds, in which the server has what it is told to have.
+/// A history whose times are given in milliseconds.
 #[derive(Default)]
 pub struct Scenario(pub History);
 
 impl Scenario {
-    /// Something that a process says.
+    /// Adds an event of a process.
     pub fn line(mut self, at: Nanos, process: u64, attempt: u64, event: Event) -> Self {
         self.0.lines.push(Line {
             at: at * MS,
@@ -22,12 +22,12 @@ impl Scenario {
         self
     }
 
-    /// An acquire that begins.
+    /// Adds the begin of an acquire.
     pub fn invoked(self, at: Nanos, process: u64, attempt: u64) -> Self {
         self.line(at, process, attempt, invoked(process))
     }
 
-    /// An acquire that is granted at once, and sure for two seconds.
+    /// Adds an acquire that is granted at once, and whose owner is sure for two seconds.
     pub fn granted(self, at: Nanos, process: u64, attempt: u64) -> Self {
         let granted = Event::Granted {
             remaining: 2_000 * MS,
@@ -36,7 +36,7 @@ impl Scenario {
             .line(at, process, attempt, granted)
     }
 
-    /// The leases that were asked for until now are renewed.
+    /// Makes all leases so far renewed ones.
     pub fn renewed(mut self) -> Self {
         for line in &mut self.0.lines {
             if let Event::Invoked { renewed, .. } = &mut line.event {
@@ -46,7 +46,7 @@ impl Scenario {
         self
     }
 
-    /// An unlock.
+    /// Adds an unlock.
     pub fn released(self, at: Nanos, process: u64, attempt: u64, outcome: &str) -> Self {
         self.line(
             at,
@@ -66,7 +66,7 @@ impl Scenario {
         )
     }
 
-    /// A fault that was met.
+    /// Adds a fault that affected something.
     pub fn fault(mut self, from: Nanos, to: Nanos, kind: &str, slot: Option<u64>) -> Self {
         self.0.faults.push(Fault {
             from: from * MS,
@@ -78,7 +78,8 @@ impl Scenario {
         self
     }
 
-    /// The server is asked every 10 ms from one time to the other, and answers that.
+    /// Adds a look every 10 ms from one time to the other, each showing these owners and hold
+    /// counts.
     pub fn server(mut self, from: Nanos, to: Nanos, held: &[(u64, u64)]) -> Self {
         let key = |(process, count): &(u64, u64)| Key {
             lock: 0,
@@ -97,7 +98,7 @@ impl Scenario {
         self
     }
 
-    /// A guarded section.
+    /// Adds a guarded section.
     pub fn section(
         self,
         from: Nanos,
@@ -115,7 +116,7 @@ impl Scenario {
         )
     }
 
-    /// What the judge has to find.
+    /// Asserts that the judge finds violations of these rules, in this order.
     #[track_caller]
     pub fn breaks(self, rules: &[Rule]) {
         let violations = judge(&self.0);

@@ -1,4 +1,4 @@
-//! Faults of the server itself, and of what it lets its users do.
+//! Faults of the server itself, and of the rights of its users.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use super::plan::{Kind, Planned};
 use super::support::server::{Builder, Server};
 use super::worker::{BUSY_LOCKS, lock_name};
 
-/// How long what ends a fault may take.
+/// How long the end of a fault may take.
 const SOON: Duration = Duration::from_secs(10);
 
-/// All that a worker's user may do.
+/// The rights of a worker's user.
 const ALL: [&str; 6] = ["reset", "on", ">secret", "~*", "&*", "+@all"];
 
 /// Adds a user for each worker.
@@ -22,7 +22,7 @@ pub fn with_users(server: Builder, workers: u64) -> Builder {
     (0..workers).fold(server, |server, slot| server.user(&user(slot), &ALL[1..]))
 }
 
-/// How the worker of a slot logs in.
+/// The server's URL with the user of a slot's worker.
 pub fn login(url: &str, slot: u64) -> String {
     url.replace("redis://", &format!("redis://{}:secret@", user(slot)))
 }
@@ -31,7 +31,7 @@ fn user(slot: u64) -> String {
     format!("worker{slot}")
 }
 
-/// Does it, and tells whether there was anything to do it to.
+/// Carries out a fault of the server. Returns whether it affected anything.
 pub async fn act(
     server: &mut Server,
     slots: &[Slot],
@@ -43,7 +43,7 @@ pub async fn act(
     let before = refused();
     let lasting = sleep(Duration::from_millis(lasts));
     match kind {
-        // An error is a kill, of the connection that asks.
+        // An error means that the connection of this call was killed.
         Kind::KillClients(which) => {
             return ask(server, &["CLIENT", "KILL", "TYPE", which]) != Ok(0_i64);
         }
@@ -86,7 +86,7 @@ pub async fn act(
             }
         }
         _ => {
-            // Only where it is free: then it is nobody's loss.
+            // Only while the lock is free, so that no owner loses it.
             let foreign = "if redis.call('exists', KEYS[1]) == 1 then return 0 end \
                            redis.call('hset', KEYS[1], 'foreign:1', 1) return redis.call('pexpire', KEYS[1], 7000)";
             let lock = lock_name(BUSY_LOCKS);
@@ -118,20 +118,20 @@ async fn be_busy(server: &Server, lasting: impl Future<Output = ()>) {
     let limit = Instant::now() + SOON;
     while !script.is_finished() {
         assert!(Instant::now() < limit, "the script does not end");
-        // An error means that it has not begun, or has ended.
+        // An error means that the script has not begun, or has ended.
         let _: RedisResult<Value> = ask(server, &["SCRIPT", "KILL"]);
         sleep(Duration::from_millis(5)).await;
     }
     assert!(
         script.await.expect("the script's thread"),
-        "a script without an end has ended"
+        "a script with an endless loop has ended"
     );
 }
 
-/// How often the server has denied something to a worker's user.
+/// How often the server has denied a call to a worker's user.
 fn denied(server: &Server, slot: u64) -> i64 {
     let log: Vec<HashMap<String, Value>> =
-        ask(server, &["ACL", "LOG", "128"]).expect("the log of what was denied");
+        ask(server, &["ACL", "LOG", "128"]).expect("the log of denied calls");
     let user = Value::BulkString(user(slot).into_bytes());
     let own = log
         .iter()

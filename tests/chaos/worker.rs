@@ -1,4 +1,4 @@
-//! A worker process: a client, some actors, and an orderly end.
+//! A worker process: a client, some tasks, and an orderly end.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,17 +17,18 @@ use super::support::process::setting;
 /// The lease that is renewed. Short, so that some are lost.
 pub const WATCHDOG: Duration = Duration::from_millis(1_500);
 
-/// Short beside the longer faults, so that many outcomes are unknown.
+/// Shorter than the longer faults, so that many outcomes are unknown.
 const RETRY_TIMEOUT: Duration = Duration::from_millis(1_000);
 
-/// Locks that all workers fight for. The one after them is for those that only messages wake.
+/// The number of locks that all workers use. The lock after them is used only by workers that rely
+/// on messages.
 pub const BUSY_LOCKS: usize = 6;
 
-/// How many tasks of a worker are often the same owner.
+/// How many tasks of a worker often share one owner.
 const SHARING: u64 = 2;
 
-/// Whether a slot's worker waits for messages alone: every second one has no re-checks worth the
-/// name.
+/// Whether the worker of a slot relies on messages: every second worker has a re-check interval of
+/// a minute.
 pub fn relies_on_messages(slot: u64) -> bool {
     slot % 2 == 1
 }
@@ -42,10 +43,14 @@ pub fn register_name(lock: usize) -> String {
     format!("register:{lock}")
 }
 
-/// Works until the time that the settings say, and then until it is told to end.
+/// Works until the time in the settings, and then waits for the request to exit.
 pub async fn work() {
     let number = |name: &str| setting(name).parse::<u64>().expect("a number");
-    let (process, end, patient) = (number("PROCESS"), number("END"), number("PATIENT") == 1);
+    let (process, end, messages_only) = (
+        number("PROCESS"),
+        number("END"),
+        number("MESSAGES_ONLY") == 1,
+    );
     let recorder = Arc::new(Recorder::open(Path::new(&setting("LOG")), process));
     write_down_panics(&recorder);
     let direct = redis::Client::open(setting("DIRECT")).expect("the server's URL");
@@ -54,7 +59,7 @@ pub async fn work() {
         .num_alive_tasks();
     let url = setting("URL");
     let client = loop {
-        let recheck = if patient {
+        let recheck = if messages_only {
             Duration::from_secs(60)
         } else {
             Duration::from_millis(500)
@@ -67,9 +72,9 @@ pub async fn work() {
             .connect(&url);
         match connecting.await {
             Ok(client) => break client,
-            // It was started into a fault.
+            // The process was started during a fault.
             Err(_) if now() < end => sleep(Duration::from_millis(50)).await,
-            Err(error) => panic!("no connection without any fault: {error}"),
+            Err(error) => panic!("no connection, without any fault: {error}"),
         }
     };
     let long_lease = Duration::from_millis(number("LONG_LEASE"));
@@ -94,7 +99,7 @@ pub async fn work() {
             .act(end),
         );
     }
-    for task in 0..if patient { 2 } else { 0 } {
+    for task in 0..if messages_only { 2 } else { 0 } {
         tasks.spawn(
             actor(
                 number("SEED") ^ (process << 32) ^ (task << 16) ^ (1 << 60),
@@ -118,7 +123,7 @@ pub async fn work() {
             .num_alive_tasks()
             .saturating_sub(tasks_before)
     };
-    // What was aborted, and the connections of `idle`, end within moments.
+    // Aborted tasks and the connections of `idle` need a moment to end.
     let _ = timeout(Duration::from_secs(3), async {
         while left() > 0 {
             sleep(Duration::from_millis(5)).await;
@@ -135,8 +140,8 @@ pub async fn work() {
     );
 }
 
-/// Has every panic in this process written down, those of the library's background among them,
-/// which it survives.
+/// Records every panic in this process, including panics of the library's background, which the
+/// process survives.
 fn write_down_panics(recorder: &Arc<Recorder>) {
     let (recorder, usual) = (Arc::clone(recorder), std::panic::take_hook());
     std::panic::set_hook(Box::new(move |panic| {
@@ -151,10 +156,11 @@ fn write_down_panics(recorder: &Arc<Recorder>) {
     }));
 }
 
-/// Tells that all operations are over, and waits for the word to end, with the client alive.
+/// Reports that all operations have ended, and waits for the request to exit, with the client
+/// alive.
 async fn idle(direct: &redis::Client) {
     let mut announced = false;
-    // The driver is patient for less than this, and kills when it goes.
+    // The run waits for less than this, and kills its workers when it ends.
     for _ in 0..2_000 {
         if let Ok(mut connection) = direct.get_multiplexed_async_connection().await {
             if !announced {
