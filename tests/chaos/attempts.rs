@@ -418,25 +418,39 @@ impl<'a> Analysis<'a> {
     }
 }
 
-/// The times in which the server answered no look although no fault of the server was planned: the
-/// machine was busy, or its disk slow. They are faults of all processes.
-pub fn stalls(history: &History) -> impl Iterator<Item = Fault> {
-    let pairs = history.samples.windows(2);
-    let late = pairs.filter(|looks| looks[1].to - looks[0].to > STALL);
-    let planned = |from: Nanos, to: Nanos| {
-        let all = history.faults.iter().filter(|fault| fault.slot.is_none());
-        all.into_iter()
-            .any(|fault| fault.from <= to && fault.to + STALL >= from)
-    };
-    late.map(|looks| (looks[0].to, looks[1].to))
-        .filter(move |(from, to)| !planned(*from, *to))
-        .map(|(from, to)| Fault {
-            from,
-            to,
-            kind: STALLED.into(),
-            slot: None,
-            met: true,
-        })
+/// The times in which the server answered no look although no fault of the server explains that:
+/// the machine was busy, or its disk slow. They are faults of all processes.
+pub fn stalls(history: &History) -> Vec<Fault> {
+    let of_server = |fault: &&Fault| fault.met && fault.slot.is_none();
+    let mut faults: Vec<_> = history.faults.iter().filter(of_server).collect();
+    faults.sort_by_key(|fault| fault.from);
+    let mut stalls = Vec::new();
+    for looks in history.samples.windows(2) {
+        let (mut from, end) = (looks[0].to, looks[1].to);
+        if end - from <= STALL {
+            continue;
+        }
+        let within = faults
+            .iter()
+            .filter(|fault| fault.from < end && fault.to > looks[0].to);
+        // What is left of the time between the two looks, without the faults in it.
+        for (fault_from, fault_to) in within
+            .map(|fault| (fault.from, fault.to))
+            .chain([(end, end)])
+        {
+            if fault_from.saturating_sub(from) > STALL {
+                stalls.push(Fault {
+                    from,
+                    to: fault_from,
+                    kind: STALLED.into(),
+                    slot: None,
+                    met: true,
+                });
+            }
+            from = from.max(fault_to);
+        }
+    }
+    stalls
 }
 
 impl Attempt {

@@ -307,3 +307,22 @@ fn loss_reported_late_while_no_look_is_answered_is_not_accused() {
     )
     .breaks(&[Rule::LossNotReported]);
 }
+
+#[test]
+fn hold_of_an_unknown_outcome_after_a_fault_that_lasted_longer_is_not_accused() {
+    let scenario = |again: Nanos, left: Nanos| {
+        let why = "no reply in time".into();
+        Scenario::default()
+            .invoked(2_400, 1, 1)
+            .line(3_850, 1, 1, Event::Unknown { why })
+            .fault(2_900, 3_800, "CLIENT PAUSE", None)
+            .server(0, 2_400, &[])
+            .server(2_400, 2_900, &[(1, 1)])
+            .server(again, left, &[(1, 1)])
+            .server(left, 8_000, &[])
+    };
+    // The looks show that the server paused its clients until 4740.
+    scenario(4_740, 5_000).breaks(&[]);
+    scenario(4_740, 5_800).breaks(&[Rule::Leak]);
+    scenario(3_810, 5_000).breaks(&[Rule::Leak]);
+}

@@ -139,7 +139,7 @@ impl Figures {
         for (kind, number) in kinds(history) {
             row(&kind, number.to_string());
         }
-        let stalls = stalls(history).count();
+        let stalls = stalls(history).len();
         row("unplanned: no look answered", stalls.to_string());
         row("violations", violations.len().to_string());
         Self {
