@@ -44,8 +44,8 @@ use crate::wakeup::{self, Wakeups, reconcile};
 ///
 /// The connections and the watchdog run on the tokio runtime in which `connect` was called. Locks,
 /// requests and guards can be used from any runtime, thread or executor while that runtime runs.
-/// Once it has ended, each operation fails with [`Error::NoRuntime`], and each lock that was held is
-/// lost with [`LostReason::RuntimeEnded`]: a client in a `static` belongs to the runtime that
+/// Once it has ended, each operation fails with [`Error::NoRuntime`], and each lock that was held
+/// is lost with [`LostReason::RuntimeEnded`]: a client in a `static` belongs to the runtime that
 /// connected it, and `#[tokio::test]` makes a runtime for each test.
 ///
 /// When the last clone, lock and guard are dropped, the client completes its pending releases and
@@ -65,8 +65,8 @@ impl LockClient {
     /// percent-encoded.
     ///
     /// # Errors
-    /// * [`Error::InvalidConfig`]: the URL is invalid. No message repeats it, since it may contain a
-    ///   password.
+    /// * [`Error::InvalidConfig`]: the URL is invalid. No message repeats it, since it may contain
+    ///   a password.
     /// * [`Error::Connection`], [`Error::Timeout`] with [`Step::Connect`]: the server cannot be
     ///   reached. [`LockClientBuilder::connect_retry`] waits for it.
     /// * [`Error::Server`]: the server refused the user, the password or the database.
@@ -128,9 +128,9 @@ impl LockClient {
     /// Ends the client. Waiting requests fail with [`Error::Closed`], pending releases are
     /// completed, tasks end and connections are closed.
     ///
-    /// Locks that are still held are lost with [`LostReason::Shutdown`]. Their keys stay until their
-    /// leases expire, so that no other owner gets the lock while code under it may still run: drop
-    /// guards before shutting down.
+    /// Locks that are still held are lost with [`LostReason::Shutdown`]. Their keys stay until
+    /// their leases expire, so that no other owner gets the lock while code under it may still run:
+    /// drop guards before shutting down.
     ///
     /// Calling it again does nothing.
     ///
@@ -141,8 +141,8 @@ impl LockClient {
     /// * [`Error::NoRuntime`]: the runtime of the client has ended, and the client with it.
     ///
     /// # Cancel safety
-    /// Dropped half-way, the client is closed for callers, and its tasks end when the last handle to
-    /// it is dropped. It can be called again.
+    /// Dropped half-way, the client is closed for callers, and its tasks end when the last handle
+    /// to it is dropped. It can be called again.
     pub async fn shutdown(&self) -> Result<(), Error> {
         Arc::clone(&self.core).drive(self.close()).await
     }
@@ -180,8 +180,8 @@ impl fmt::Debug for LockClient {
     }
 }
 
-/// Settings of a [`LockClient`]. Each states its default; [`connect`](Self::connect) refuses a value
-/// out of bounds before anything is sent.
+/// Settings of a [`LockClient`]. Each states its default; [`connect`](Self::connect) refuses a
+/// value out of bounds before anything is sent.
 ///
 /// ```no_run
 /// # async fn example() -> Result<(), redisson_lock::Error> {

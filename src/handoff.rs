@@ -17,8 +17,8 @@ use crate::turn::{TakeOver, Ticket, Turns};
 /// For how long a result that can be undone waits for a caller that has been woken for it.
 const UNCLAIMED: Duration = Duration::from_millis(500);
 
-/// An operation of an owner on a lock. If its caller drops it, it is finished in the background, and
-/// so it is if the caller takes long over it: it may have stopped to poll it.
+/// An operation of an owner on a lock. If its caller drops it, it is finished in the background,
+/// and so it is if the caller takes long over it: it may have stopped to poll it.
 ///
 /// What it resolves to must undo itself when it is dropped. It resolves to nothing if that has
 /// happened, because the caller did not come for it, or if the client has ended meanwhile.

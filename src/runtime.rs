@@ -64,7 +64,7 @@ impl Runtime {
     }
 
     /// A value for a task of this runtime to own. If the runtime drops the task, `ended` is called;
-    /// not if the client was told to stop before.
+    /// not if the client was shut down before.
     pub(crate) fn sentinel(
         &self,
         stopped: watch::Receiver<bool>,

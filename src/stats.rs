@@ -13,7 +13,7 @@ use crate::error::LostReason;
 /// ```no_run
 /// # fn example(client: &redisson_lock::LockClient) {
 /// let stats = client.stats();
-/// println!("{} held, {} waiting, {} lost", stats.locks_held, stats.requests_waiting, stats.losses.total());
+/// println!("{} held, {} lost", stats.locks_held, stats.losses.total());
 /// # }
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

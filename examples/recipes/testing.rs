@@ -69,6 +69,14 @@ fn unique(name: &str) -> String {
 }
 // endregion
 
+#[tokio::main]
+async fn main() -> Result<(), redisson_lock::Error> {
+    let server = TestServer::start();
+    let client = server.client().await;
+    println!("tick worked: {}", tick(&client.lock(unique("tick"))).await?);
+    client.shutdown().await
+}
+
 // region: tests
 /// The code under test: it does nothing if another owner holds the lock.
 async fn tick(lock: &ReentrantLock) -> Result<bool, redisson_lock::Error> {
@@ -107,11 +115,3 @@ mod tests {
     }
 }
 // endregion
-
-#[tokio::main]
-async fn main() -> Result<(), redisson_lock::Error> {
-    let server = TestServer::start();
-    let client = server.client().await;
-    println!("tick worked: {}", tick(&client.lock(unique("tick"))).await?);
-    client.shutdown().await
-}

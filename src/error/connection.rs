@@ -17,7 +17,8 @@ impl ConnectionError {
         self.kind
     }
 
-    /// An I/O error that the client library wrote as text: `Os { code: .., kind: .., message: .. }`.
+    /// An I/O error that the client library wrote as text: `Os { code: .., kind: .., message: ..
+    /// }`.
     pub(crate) fn from_debug(text: &str) -> Self {
         let after = |start| Some(text.split_once(start)?.1);
         let kind = after("kind: ").and_then(|rest| rest.split([',', ' ', '}']).next());

@@ -4,7 +4,8 @@ use std::fmt;
 
 /// An error that the server answered: `CODE the rest of the message`.
 ///
-/// The codes are those of Redis and Valkey (<https://redis.io/docs/latest/develop/reference/protocol-spec/#simple-errors>).
+/// The codes are those of Redis and Valkey
+/// (<https://redis.io/docs/latest/develop/reference/protocol-spec/#simple-errors>).
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ServerError {
     kind: ServerErrorKind,

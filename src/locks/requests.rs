@@ -68,11 +68,8 @@ impl LockRequest {
     ///
     /// # Cancel safety
     /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
-    pub fn run<F: Future>(
-        self,
-        future: F,
-    ) -> impl Future<Output = Result<F::Output, Error>> + use<F> {
-        async move { self.await?.run_and_unlock(future).await }
+    pub async fn run<F: Future>(self, future: F) -> Result<F::Output, Error> {
+        self.await?.run_and_unlock(future).await
     }
 
     /// As [`run`](Self::run), with the guard: for work that asks how long the lease lasts, or that
@@ -134,15 +131,10 @@ impl TryLockRequest {
     ///
     /// # Cancel safety
     /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
-    pub fn run<F: Future>(
-        self,
-        future: F,
-    ) -> impl Future<Output = Result<Option<F::Output>, Error>> + use<F> {
-        async move {
-            match self.await? {
-                Some(guard) => guard.run_and_unlock(future).await.map(Some),
-                None => Ok(None),
-            }
+    pub async fn run<F: Future>(self, future: F) -> Result<Option<F::Output>, Error> {
+        match self.await? {
+            Some(guard) => guard.run_and_unlock(future).await.map(Some),
+            None => Ok(None),
         }
     }
 }

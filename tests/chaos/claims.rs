@@ -119,7 +119,8 @@ pub fn losses_reported(analysis: &Analysis, found: &mut Vec<Violation>) {
             if let Some((taken, rival)) = taken {
                 if let Some((by, forced)) = unreported_loss(analysis, owner, taken) {
                     let owner = name(owner);
-                    let what = format!("lock {lock}: {owner} did not report its loss, and {rival} has it");
+                    let what =
+                        format!("lock {lock}: {owner} did not report its loss, and {rival} has it");
                     found.push(Violation::new(Rule::LossNotReported, by, what).unless(forced));
                 }
             }

@@ -1,4 +1,5 @@
-//! `connect_retry`: a service that starts before its server, and errors for which waiting is no use.
+//! `connect_retry`: a service that starts before its server, and errors for which waiting is no
+//! use.
 
 use std::time::{Duration, Instant};
 

@@ -129,8 +129,8 @@ impl ReentrantLock {
         self.try_lock().run(future)
     }
 
-    /// Acquires the lock, and waits for it without limit unless
-    /// [`timeout`](LockRequest::timeout) sets one.
+    /// Acquires the lock, and waits for it without limit unless [`timeout`](LockRequest::timeout)
+    /// sets one.
     ///
     /// The requests of one process wait in a queue, first come, first served; processes compete.
     /// Without [`lease`](LockRequest::lease) the lease is the watchdog timeout, and it is renewed
@@ -152,8 +152,9 @@ impl ReentrantLock {
     /// ```
     ///
     /// A request that was polled and is kept without being polled leaves its place to the next one
-    /// after two re-check intervals. If the server grants it the lock meanwhile, the client releases
-    /// the lock, and the request asks again when it is polled again. Drop such a request instead.
+    /// after two re-check intervals. If the server grants it the lock meanwhile, the client
+    /// releases the lock, and the request asks again when it is polled again. Drop such a request
+    /// instead.
     ///
     /// A task that waits for a lock that it holds itself, under another owner, is reported at once
     /// (see [`DeadlockDetection`](crate::DeadlockDetection)).
@@ -167,9 +168,11 @@ impl ReentrantLock {
     /// * [`Error::OutcomeUnknown`]: as `Connection`, but the server may have granted the lock. The
     ///   background releases it.
     /// * [`Error::Server`]: the server refused, for example because the key holds another type.
-    /// * [`Error::Timeout`]: an earlier operation of the same owner on this lock still has no reply.
+    /// * [`Error::Timeout`]: an earlier operation of the same owner on this lock still has no
+    ///   reply.
     /// * [`Error::Lost`]: the grant arrived after its lease had expired.
-    /// * [`Error::Closed`], [`Error::NoRuntime`]: the client was shut down, or its runtime has ended.
+    /// * [`Error::Closed`], [`Error::NoRuntime`]: the client was shut down, or its runtime has
+    ///   ended.
     ///
     /// # Cancel safety
     /// Dropping it gives up the place in the queue and leaves nothing behind: a wake-up goes to the
@@ -232,8 +235,8 @@ impl ReentrantLock {
     ///
     /// # Errors
     /// * [`Error::NotHeld`]: there is no current owner, or it has no detached hold of this lock.
-    /// * [`Error::Lost`]: the hold was lost. The client remembers the latest thousand detached holds
-    ///   that were lost.
+    /// * [`Error::Lost`]: the hold was lost. The client remembers the latest thousand detached
+    ///   holds that were lost.
     /// * [`Error::OutcomeUnknown`], [`Error::Connection`], [`Error::Server`], [`Error::Closed`],
     ///   [`Error::NoRuntime`]: as for [`LockGuard::unlock`]. After `Server` the hold is still there
     ///   and can be unlocked again; it is renewed no more.
@@ -258,10 +261,11 @@ impl ReentrantLock {
     ///
     /// # Errors
     /// * [`Error::InvalidName`]: nothing was sent.
-    /// * [`Error::Connection`], or [`Error::Timeout`] with
-    ///   [`Step::Inspect`](crate::Step::Inspect): the server did not answer.
+    /// * [`Error::Connection`], or [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect):
+    ///   the server did not answer.
     /// * [`Error::Server`]: the key holds another type, or a hold count that is not a number.
-    /// * [`Error::Closed`], [`Error::NoRuntime`]: the client was shut down, or its runtime has ended.
+    /// * [`Error::Closed`], [`Error::NoRuntime`]: the client was shut down, or its runtime has
+    ///   ended.
     ///
     /// # Cancel safety
     /// It changes nothing, so it can be dropped at any time.
@@ -284,8 +288,8 @@ impl ReentrantLock {
     /// Whether that owner of this client holds the lock, by the server's record.
     ///
     /// Redisson's `isHeldByCurrentThread` is `is_held_by` with the owner that
-    /// [`LockClient::current_owner`](crate::LockClient::current_owner) returns. Outside a scope there
-    /// is no current owner: ask for [`LockGuard::owner`], or ask the guard itself.
+    /// [`LockClient::current_owner`](crate::LockClient::current_owner) returns. Outside a scope
+    /// there is no current owner: ask for [`LockGuard::owner`], or ask the guard itself.
     ///
     /// # Errors
     /// As [`hold_count_of`](Self::hold_count_of).
@@ -320,7 +324,8 @@ impl ReentrantLock {
         Arc::clone(&self.core).drive(counting).await
     }
 
-    /// Frees the lock, whichever owner holds it, and wakes its waiters. Returns whether it was held.
+    /// Frees the lock, whichever owner holds it, and wakes its waiters. Returns whether it was
+    /// held.
     ///
     /// For operators. An owner of this client is notified at once, another one with its next
     /// renewal.
