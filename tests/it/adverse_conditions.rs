@@ -289,7 +289,7 @@ async fn failed_unlock_with_dropped_future_is_counted() {
         client.stats().failed_releases == 1
     })
     .await;
-    assert!(exists(&mut redis, &lock.name()));
+    assert!(exists(&mut redis, lock.name()));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -445,9 +445,9 @@ async fn future_dropped_before_first_poll_sends_nothing() {
         ));
         drop((
             lock.is_locked(),
-            hold_count(&lock),
-            hold_count(&lock),
-            ttl(&lock),
+            hold_count(lock),
+            hold_count(lock),
+            ttl(lock),
             lock.inspect(),
         ));
         drop((

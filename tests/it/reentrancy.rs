@@ -42,20 +42,20 @@ async fn nested_run_reenters() {
     let lock = &bench.lock;
     let counts = lock
         .run(async {
-            let one = hold_count(&lock).await.unwrap();
+            let one = hold_count(lock).await.unwrap();
             let (two, three) = lock
                 .run(async {
-                    let two = hold_count(&lock).await.unwrap();
+                    let two = hold_count(lock).await.unwrap();
                     (
                         two,
-                        lock.run(async { hold_count(&lock).await.unwrap() })
+                        lock.run(async { hold_count(lock).await.unwrap() })
                             .await
                             .unwrap(),
                     )
                 })
                 .await
                 .unwrap();
-            [one, two, three, hold_count(&lock).await.unwrap()]
+            [one, two, three, hold_count(lock).await.unwrap()]
         })
         .await
         .unwrap();

@@ -240,7 +240,7 @@ async fn operations_after_shutdown_return_closed() {
         );
         assert_eq!(lock.is_locked().await, Err(Error::Closed));
         assert_eq!(lock.hold_count_of(Owner::new()).await, Err(Error::Closed));
-        assert_eq!(ttl(&lock).await, Err(Error::Closed));
+        assert_eq!(ttl(lock).await, Err(Error::Closed));
         assert_eq!(lock.inspect().await, Err(Error::Closed));
         assert_eq!(lock.force_unlock().await, Err(Error::Closed));
     }

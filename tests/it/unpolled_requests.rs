@@ -77,7 +77,7 @@ async fn shutdown_does_not_wait_for_unpolled_reentry() {
     let began = Instant::now();
     client.shutdown().await.expect("the server replies");
     assert!(began.elapsed() < ms(10_000), "{:?}", began.elapsed());
-    assert!(!exists(&mut redis, &lock.name()));
+    assert!(!exists(&mut redis, lock.name()));
     let result = timeout(LIMIT, unpolled).await.expect("the request hangs");
     assert!(
         matches!(result, Err(Error::Closed | Error::Lost { .. })),

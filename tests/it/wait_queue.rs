@@ -89,7 +89,7 @@ async fn unpolled_sleeping_waiter_gives_up_its_place() {
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
     let mut unpolled = [lock.lock().into_future()];
-    poll_to_sleep(&mut redis, &lock.name(), &mut unpolled).await;
+    poll_to_sleep(&mut redis, lock.name(), &mut unpolled).await;
     let [unpolled] = unpolled;
     guard.unlock().await.unwrap();
     // From here on `unpolled` is not polled.
