@@ -30,7 +30,14 @@ impl Settings {
         // No message repeats the URL: it may contain a password.
         const NO_SCHEME: &str = "it does not begin with redis:// or valkey://";
         const ESCAPES: &str = "a /, ?, # or % in the user or password is not percent-encoded";
-        let (scheme, rest) = url.split_once("://").ok_or_else(|| refused(NO_SCHEME))?;
+        // As URL parsers do: spaces and control characters around a URL do not count, nor do tabs
+        // and line ends in it.
+        let text: String = url
+            .trim_matches(|c: char| c <= ' ')
+            .chars()
+            .filter(|c| !matches!(c, '\t' | '\n' | '\r'))
+            .collect();
+        let (scheme, rest) = text.split_once("://").ok_or_else(|| refused(NO_SCHEME))?;
         match scheme.to_ascii_lowercase().as_str() {
             "redis" | "valkey" => {}
             "rediss" | "valkeys" => return Err(refused("TLS is not supported yet")),

@@ -10,7 +10,11 @@ use tokio::time::{sleep, timeout};
 
 const SOON: Duration = Duration::from_secs(10);
 
-fn ms(millis: u64) -> Duration {
+/// The watchdog timeout of the tests that stall a connection. The time that they leave for a new one
+/// is a fixed part of it, and far longer than the delays of a busy machine.
+const STALL_WATCHDOG: Duration = ms(9_000);
+
+const fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
@@ -58,7 +62,7 @@ async fn stalled_connection_loses_no_lock() {
     for number in 0..CLIENTS {
         let proxy = Proxy::start(&server).await;
         let client = LockClient::builder()
-            .watchdog_timeout(ms(3_000))
+            .watchdog_timeout(STALL_WATCHDOG)
             .connect(&proxy.url())
             .await
             .unwrap();
@@ -68,13 +72,13 @@ async fn stalled_connection_loses_no_lock() {
         .into_iter()
         .map(|(number, proxy, client, connected)| {
             tokio::spawn(async move {
-                // The client probes an idle connection every second. Each client has another time
-                // between the probe and the renewal.
-                let phase = (connected.elapsed().as_millis() % 1_000) as u64;
-                sleep(ms(1_000 - phase + 50 + 150 * (number % 6))).await;
+                // The client probes an idle connection every third of the watchdog timeout. Each
+                // client has another time between the probe and the renewal.
+                let phase = (connected.elapsed().as_millis() % 3_000) as u64;
+                sleep(ms(3_000 - phase + 150 + 450 * (number % 6))).await;
                 let guard = client.lock(unique("stock")).lock().await.unwrap();
                 // The stall begins just before the first renewal.
-                sleep(ms(900 - 40 * (number / 6))).await;
+                sleep(ms(2_700 - 120 * (number / 6))).await;
                 proxy.stall();
                 is_renewed(&guard).await
             })
@@ -95,7 +99,7 @@ async fn stalled_reconnect_loses_no_lock() {
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
-        .watchdog_timeout(ms(3_000))
+        .watchdog_timeout(STALL_WATCHDOG)
         .connect(&proxy.url())
         .await
         .unwrap();
@@ -103,10 +107,10 @@ async fn stalled_reconnect_loses_no_lock() {
     assert!(is_renewed(&guard).await);
     let cut = Instant::now();
     proxy.set(Way::Both, Flow::Hold);
-    // A call without a reply, so that the client closes the connection after a second.
+    // A call without a reply, so that the client closes the connection after three seconds.
     let probe = client.lock("probe");
     let probing = tokio::spawn(async move { probe.is_locked().await });
-    sleep(ms(1_500)).await;
+    sleep(STALL_WATCHDOG / 2).await;
     proxy.stall();
     proxy.set(Way::Both, Flow::Pass);
     // The network was cut for half of the lease. Now every new connection works.
@@ -115,7 +119,7 @@ async fn stalled_reconnect_loses_no_lock() {
     let cut_for = cut.elapsed();
     assert!(
         is_renewed(&guard).await,
-        "the lock was lost after a cut of {cut_for:?}, with a lease of 3 s"
+        "the lock was lost after a cut of {cut_for:?}, with a lease of {STALL_WATCHDOG:?}"
     );
     assert_eq!(
         timeout(SOON, probing)
@@ -129,7 +133,7 @@ async fn stalled_reconnect_loses_no_lock() {
 /// Waits until the lock is renewed or lost.
 async fn is_renewed(guard: &LockGuard) -> bool {
     let mut left = guard.remaining_lease();
-    wait_until_async("the lock is renewed or lost", SOON, || {
+    wait_until_async("the lock is renewed or lost", 2 * SOON, || {
         let before = std::mem::replace(&mut left, guard.remaining_lease());
         std::future::ready(guard.is_lost() || left > before)
     })
