@@ -31,14 +31,16 @@ fn files(folder: &str, ending: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The README and the pages of docs/, relative to the root.
+/// The documents of the root and the pages of docs/, relative to the root.
 fn documents() -> Vec<PathBuf> {
     let pages = files("docs", "md");
     let pages = pages
         .iter()
         .map(|page| page.strip_prefix(root()).unwrap().to_owned());
     let mut documents: Vec<_> = pages.collect();
-    documents.extend(["README.md", "CHANGELOG.md"].map(PathBuf::from));
+    let others = fs::read_dir(root()).unwrap().map(|entry| entry.unwrap());
+    let others = others.map(|entry| PathBuf::from(entry.file_name()));
+    documents.extend(others.filter(|name| name.extension().is_some_and(|found| found == "md")));
     documents
 }
 
@@ -148,17 +150,31 @@ fn references_lead_to_the_same_page_in_the_repository_and_in_rustdoc() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// The literal strings in `tracing::LEVEL!(...)`, the last of each being its message.
-fn events(source: &str) -> Vec<String> {
-    let mut messages = Vec::new();
+/// What `tracing::LEVEL!(FIELDS, "MESSAGE")` logs.
+struct LogEvent {
+    level: &'static str,
+    fields: Vec<String>,
+    message: String,
+}
+
+fn log_events(source: &str) -> Vec<LogEvent> {
+    let mut events = Vec::new();
     for level in ["error", "warn", "info", "debug", "trace"] {
         for call in source.split(&format!("tracing::{level}!(")).skip(1) {
             let call = call.split(");").next().unwrap();
-            let message = call.rsplit('"').nth(1);
-            messages.push(message.unwrap_or_default().to_owned());
+            let (fields, message) = call.split_once('"').unwrap_or((call, ""));
+            let fields = fields.split(',').map(|field| {
+                let name = field.split('=').next().unwrap().trim();
+                name.trim_start_matches(['%', '?']).to_owned()
+            });
+            events.push(LogEvent {
+                level,
+                fields: fields.filter(|name| !name.is_empty()).collect(),
+                message: message.split('"').next().unwrap().to_owned(),
+            });
         }
     }
-    messages
+    events
 }
 
 #[test]
@@ -167,10 +183,25 @@ fn operations_md_has_each_log_event_setting_and_counter() {
     let mut missing = Vec::new();
     let mut count = 0;
     for file in files("src", "rs") {
-        for message in events(&fs::read_to_string(&file).unwrap()) {
+        for event in log_events(&fs::read_to_string(&file).unwrap()) {
             count += 1;
-            if message.is_empty() || !page.contains(&format!("| {message} |")) {
-                missing.push(format!("event in {}: {message:?}", file.display()));
+            let row = format!("| {} | {} |", event.level, event.message);
+            let row = page.lines().find_map(|line| line.strip_prefix(&row));
+            let row = row.filter(|_| !event.message.is_empty());
+            let fields = row.and_then(|row| row.split('|').next());
+            let documented = |field: &String| {
+                fields.is_some_and(|fields| fields.contains(&format!("`{field}`")))
+            };
+            if row.is_none() || !event.fields.iter().all(documented) {
+                let LogEvent {
+                    level,
+                    fields,
+                    message,
+                } = event;
+                missing.push(format!(
+                    "{}: {level} {message:?} {fields:?}",
+                    file.display()
+                ));
             }
         }
     }
@@ -195,6 +226,28 @@ fn operations_md_has_each_log_event_setting_and_counter() {
         }
     }
     assert!(missing.is_empty(), "{missing:#?}");
+}
+
+#[test]
+fn readme_has_each_error() {
+    let source = read("src/error.rs");
+    let variants = source.split_once("pub enum Error {\n").unwrap().1;
+    let variants = variants.split("\n}").next().unwrap().lines();
+    let variants = variants.filter_map(|line| line.strip_prefix("    "));
+    let variants = variants.filter(|line| line.starts_with(|c: char| c.is_ascii_uppercase()));
+    let variants = variants.map(|line| line.trim_end_matches([' ', '{', ',']));
+    let variants: Vec<_> = variants.collect();
+    assert!(variants.len() > 10, "{variants:?}");
+    let readme = read("README.md");
+    let rows: String = readme
+        .lines()
+        .filter(|line| line.starts_with("| `"))
+        .collect();
+    let missing = variants
+        .iter()
+        .filter(|variant| !rows.contains(&format!("`{variant}`")));
+    let missing: Vec<_> = missing.collect();
+    assert!(missing.is_empty(), "{missing:?}");
 }
 
 /// The code between `// region: NAME` and `// endregion`, without its indentation.
