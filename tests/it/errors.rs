@@ -350,7 +350,9 @@ async fn server_older_than_6_2_is_refused_with_its_version() {
     assert_error(
         answer,
         is,
-        &format!("unsupported server {address}: it is version 6.0.16, and 6.2 or later is needed"),
+        &format!(
+            "unsupported server {address}: its version is 6.0.16, and 6.2 or later is required"
+        ),
     );
 }
 
