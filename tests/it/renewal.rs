@@ -10,8 +10,8 @@ use tokio::time::{sleep, timeout};
 
 const SOON: Duration = Duration::from_secs(10);
 
-/// The watchdog timeout of the tests that stall a connection. The time that they leave for a new one
-/// is a fixed part of it, and far longer than the delays of a busy machine.
+/// The watchdog timeout of the tests that stall a connection. The time that they leave for a new
+/// one is a fixed part of it, and far longer than the delays of a busy machine.
 const STALL_WATCHDOG: Duration = ms(9_000);
 
 const fn ms(millis: u64) -> Duration {
