@@ -202,10 +202,10 @@ impl<'a> Case<'a> {
             Lease::HalfAnHour => Some(WATCHDOG / 2),
             Lease::TwoHours => Some(2 * WATCHDOG),
             Lease::Short if free => return self.try_lock_short(at, lock).await,
-            // A short lease after a longer one changes nothing, unless the longer one was handed
-            // over: the client does not know when that one ends.
-            Lease::Short if self.model.is_untouched(at, lock) => None,
-            Lease::Short => Some(SHORT),
+            // A short lease beside a longer one of the same tenure changes nothing. Without a tenure
+            // the lock was handed over, and the client does not know when that lease ends.
+            Lease::Short if self.model.has_tenure(at, lock) => Some(SHORT),
+            Lease::Short => None,
         };
         let (real, owner) = self.lock_of(at, lock);
         let from = Instant::now();
