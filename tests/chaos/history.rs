@@ -370,7 +370,7 @@ impl History {
                 .iter()
                 .map(|left| (Nanos::MAX, json!({ "event": "left", "why": left }))),
         );
-        let mut file = io::BufWriter::new(File::create_new(path)?);
+        let mut file = io::BufWriter::new(File::create(path)?);
         for (_, value) in all {
             writeln!(file, "{value}")?;
         }

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use super::attempts::{Analysis, Attempt, stalls};
-use super::history::{Event, History, Nanos};
+use super::history::{Event, History, Line, Nanos};
 use super::run::Verdict;
 
 /// A run's figures.
@@ -224,7 +225,13 @@ pub fn keep(seed: u64, verdict: &Verdict) -> Left {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("chaos");
     fs::create_dir_all(&folder).expect("a folder for histories");
     let mut numbers = (1..).map(|number| folder.join(format!("seed-{seed}.{number}.jsonl")));
-    let history = numbers.find(|path| !path.exists()).expect("a free number");
+    // The file is created at once: tests with the same seed may end at the same time.
+    let created = |path: &PathBuf| match fs::File::create_new(path) {
+        Ok(_) => true,
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
+        Err(error) => panic!("{}: {error}", path.display()),
+    };
+    let history = numbers.find(created).expect("a free number");
     verdict.history.write(&history).expect("the history");
     let list: String = verdict
         .violations
@@ -290,4 +297,39 @@ fn run_with_too_few_events_is_reported() {
         assert_eq!(counts.too_few(60), [why]);
     }
     assert_eq!(enough.too_few(61).len(), 4);
+}
+
+#[test]
+fn histories_kept_at_once_have_files_of_their_own() {
+    let line = Line {
+        at: 0,
+        process: 1,
+        attempt: 1,
+        event: Event::Worked,
+    };
+    // Long enough that the threads write at the same time.
+    let verdict = Verdict {
+        history: History {
+            lines: vec![line; 1_000],
+            ..History::default()
+        },
+        violations: Vec::new(),
+    };
+    let together = std::sync::Barrier::new(16);
+    let keep = || {
+        together.wait();
+        keep(u64::MAX, &verdict)
+    };
+    let kept: Vec<Left> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..16).map(|_| scope.spawn(keep)).collect();
+        let kept = threads.into_iter().map(std::thread::ScopedJoinHandle::join);
+        kept.map(|left| left.expect("the files are written"))
+            .collect()
+    });
+    let paths: HashSet<_> = kept.iter().map(|left| &left.history).collect();
+    assert_eq!(paths.len(), 16);
+    for left in &kept {
+        fs::remove_file(&left.history).expect("the history");
+        fs::remove_file(&left.violations).expect("the violations");
+    }
 }
