@@ -93,29 +93,31 @@ async fn random_faults_break_no_promise() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn server_without_its_data_breaks_exclusion() {
-    assert!(
-        found_after(Kind::ForgetData, 1_000, 100, 5)
-            .await
-            .contains(&Rule::Exclusion)
-    );
+    assert_found(Rule::Exclusion, Kind::ForgetData, 1_000, 100, 5).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn deleted_keys_break_exclusion() {
-    assert!(
-        found_after(Kind::DeleteKeys, 100, 0, 4)
-            .await
-            .contains(&Rule::Exclusion)
-    );
+    assert_found(Rule::Exclusion, Kind::DeleteKeys, 100, 0, 4).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn lock_freed_without_message_is_a_lost_wakeup() {
-    assert!(
-        found_after(Kind::FreeWithoutMessage, 5_000, 2_600, 6)
+    assert_found(Rule::LostWakeup, Kind::FreeWithoutMessage, 5_000, 2_600, 6).await;
+}
+
+/// Asserts that the judge finds a violation of a rule in a short run with faults of that kind. On a
+/// busy machine the looks may be so far apart that one run shows too little.
+async fn assert_found(rule: Rule, kind: Kind, every: u64, lasts: u64, seconds: u64) {
+    for _ in 0..3 {
+        if found_after(kind, every, lasts, seconds)
             .await
-            .contains(&Rule::LostWakeup)
-    );
+            .contains(&rule)
+        {
+            return;
+        }
+    }
+    panic!("three runs with {kind:?} show no violation of {rule:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
