@@ -63,6 +63,7 @@ pub(crate) async fn acquire(
         patience,
         place: None,
         asked: false,
+        dark_until: None,
         warned: false,
         warned_of_own: false,
     };
@@ -87,6 +88,8 @@ struct Waiter {
     patience: Duration,
     place: Option<Place>,
     asked: bool,
+    /// Until when an answer is waited for after the end of the wait time.
+    dark_until: Option<Instant>,
     warned: bool,
     warned_of_own: bool,
 }
@@ -165,24 +168,26 @@ impl Waiter {
             if long && standing == Standing::Front && !self.warned_of_own {
                 self.warned_of_own = warn_of_own(&self.core, &self.entry.ident, self.begun);
             }
-            let until = match self.ends {
-                None => until,
-                Some(ends) if Instant::now() < ends => ends.min(until),
-                Some(_) if standing != Standing::InTheDark => return Ok(Next::GiveUp),
-                // Who has heard nothing of the server does not say that somebody holds the lock.
-                Some(_) => {
-                    let ends = self.begun + self.patience;
+            let until = match (self.ends, standing) {
+                (None, _) => until,
+                (Some(ends), _) if Instant::now() < ends => ends.min(until),
+                // Who has heard nothing of the server does not say that somebody holds the lock:
+                // what was asked last has the time of a reply.
+                (Some(_), Standing::InTheDark { asked }) => {
+                    let reply = asked + self.core.config.command_timeout;
+                    let ends = *self
+                        .dark_until
+                        .get_or_insert(reply.max(self.begun + self.patience));
                     if Instant::now() >= ends {
-                        return Err(self
-                            .entry
-                            .ident
-                            .timeout(Step::EarlierOperation, self.begun.elapsed()));
+                        let waited = self.begun.elapsed();
+                        return Err(self.entry.ident.timeout(Step::EarlierOperation, waited));
                     }
                     if place.wants_answer() {
                         continue;
                     }
                     ends.min(until)
                 }
+                (Some(_), _) => return Ok(Next::GiveUp),
             };
             tokio::select! {
                 () = place.notified() => {}

@@ -50,8 +50,8 @@ pub(crate) enum Standing {
     /// Further behind, or after somebody who went away and left an attempt in flight.
     Behind,
     /// The same, and since it joined the server has told this lane nothing: whether anybody holds
-    /// the lock is not known.
-    InTheDark,
+    /// the lock is not known. The lane asked last at that time.
+    InTheDark { asked: Instant },
 }
 
 /// How an attempt ended.
@@ -98,6 +98,8 @@ struct State {
     turn_since: Instant,
     /// The attempt in flight, and who began it.
     trying: Option<(u64, Arc<Waiter>)>,
+    /// When an attempt asked the server last.
+    asked_at: Instant,
     attempts: u64,
     /// How many attempts the server has answered.
     answers: u64,
@@ -123,6 +125,7 @@ impl Lane {
                 recheck_at: Instant::now(),
                 turn_since: Instant::now(),
                 trying: None,
+                asked_at: Instant::now(),
                 attempts: 0,
                 answers: 0,
                 answered_at: None,
@@ -162,7 +165,9 @@ impl Lane {
         // leaves it open.
         let open = state.trying.is_some() || state.silence.is_some();
         let behind = if open && state.answers == waiter.answers {
-            Standing::InTheDark
+            Standing::InTheDark {
+                asked: state.asked_at,
+            }
         } else {
             Standing::Behind
         };
@@ -196,6 +201,7 @@ impl Lane {
         }
         state.tried = state.wakes;
         state.recheck_at = now + pace.recheck;
+        state.asked_at = now;
         state.attempts += 1;
         state.in_a_hurry = false;
         state.trying = Some((state.attempts, Arc::clone(waiter)));
@@ -231,7 +237,8 @@ impl Lane {
     pub(crate) fn goes_on(&self, attempt: u64, pace: Pace) {
         let mut state = self.state.lock();
         if state.is_trying(attempt) {
-            state.recheck_at = Instant::now() + pace.recheck;
+            state.asked_at = Instant::now();
+            state.recheck_at = state.asked_at + pace.recheck;
         }
     }
 

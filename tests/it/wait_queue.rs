@@ -246,7 +246,7 @@ async fn waiters_after_outage_send_few_attempts() {
     let mut server = Server::builder().persistent().start();
     let mut redis = server.connection();
     let client = LockClient::builder()
-        .command_timeout(ms(50))
+        .command_timeout(ms(300))
         .connect_timeout(ms(1_000))
         .retry_timeout(Duration::from_secs(3_600))
         .connect(&server.url())
@@ -431,4 +431,48 @@ async fn unpolled_waiters_delay_only_the_first_newcomer() {
         took[1..].iter().all(|took| *took < ms(1_000)),
         "the lock is free, but each newcomer waits: {took:?}"
     );
+}
+
+/// The head of the queue makes an attempt just before the time of another waiter is over. The reply
+/// takes its usual time: no error of the server, and no earlier operation to blame.
+#[tokio::test(flavor = "multi_thread")]
+async fn timeout_during_attempt_of_head_is_acquire_timeout() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let proxy = Proxy::start(&server).await;
+    let timeout = ms(1_000);
+    let client = LockClient::builder()
+        .command_timeout(timeout)
+        .recheck_interval(ms(60_000))
+        .connect(&proxy.url())
+        .await
+        .unwrap();
+    let name = unique("stock");
+    let other = LockClient::connect(&server.url()).await.unwrap();
+    let guard = other.lock(&name).lock().await.unwrap();
+    let lock = client.lock(&name);
+    let head = tokio::spawn(lock.lock().into_future());
+    wait_until("the head listens", LIMIT, || {
+        subscribers(&mut redis, &name) == 1
+    });
+    for _ in 0..3 {
+        let attempts = client.stats().contended_attempts;
+        proxy.set(Way::Replies, Flow::Delay(ms(600)));
+        let waiting = tokio::spawn(lock.lock().timeout(timeout).into_future());
+        wait_until("it waits", LIMIT, || client.stats().requests_waiting == 2);
+        // The message arrives after 0.6 s, the reply to the attempt that it causes after 1.2 s.
+        redis::cmd("PUBLISH")
+            .arg(format!("redisson_lock__channel:{{{name}}}"))
+            .arg("0")
+            .exec(&mut redis)
+            .unwrap();
+        let error = waiting.await.unwrap().unwrap_err();
+        assert!(matches!(error, Error::AcquireTimeout { .. }), "{error:?}");
+        proxy.set(Way::Replies, Flow::Pass);
+        wait_until("the attempt has its reply", LIMIT, || {
+            client.stats().contended_attempts > attempts
+        });
+    }
+    guard.unlock().await.unwrap();
+    drop(head.await.unwrap().unwrap());
 }

@@ -263,6 +263,7 @@ pub async fn lock(world: Arc<World>, owner: usize, wait: Option<Duration>) -> Wa
     world.joined(owner, events);
     let alive = Arc::new(());
     let mut asked = false;
+    let mut dark_until = None;
     loop {
         if asked && ends.is_some_and(|ends| Instant::now() >= ends) {
             return Waited::GaveUp;
@@ -306,14 +307,15 @@ pub async fn lock(world: Arc<World>, owner: usize, wait: Option<Duration>) -> Wa
                     answer.is_none_or(|at| now <= at + 3 * LAG),
                     "an answer that was not heard: {answer:?} {now:?}"
                 );
-                if standing != Standing::InTheDark {
+                let Standing::InTheDark { asked: asked_at } = standing else {
                     assert!(
                         world.seen().answers_begun > 0,
                         "nobody has said that the lock is held"
                     );
                     return Waited::GaveUp;
-                }
-                let ends = ends.max(begun + PATIENCE);
+                };
+                let reply = asked_at + world.rules.grace;
+                let ends = *dark_until.get_or_insert(reply.max(begun + PATIENCE));
                 if now >= ends {
                     return Waited::Failed;
                 }
