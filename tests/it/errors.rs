@@ -418,7 +418,7 @@ async fn lost_lock_says_how_it_was_lost() {
         is,
         &format!("lock {name:?} was lost: this client force-unlocked it"),
     );
-    let guard = lock.lock().lease(Duration::from_millis(20)).await.unwrap();
+    let guard = lock.lock().lease(Duration::from_millis(800)).await.unwrap();
     guard.lost().await;
     assert_error(
         guard.unlock().await,

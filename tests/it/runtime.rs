@@ -135,7 +135,12 @@ fn operations_outside_a_runtime_work_while_the_clients_runtime_runs() {
 
     let sum = block_on(lock.run(async { lock.run(async { 1 }).await.unwrap() + 1 })).unwrap();
     assert_eq!(sum, 2);
-    let guard = block_on(lock.lock().lease(Duration::from_millis(200)).into_future()).unwrap();
+    let guard = block_on(
+        lock.lock()
+            .lease(Duration::from_millis(1_000))
+            .into_future(),
+    )
+    .unwrap();
     assert_eq!(block_on(guard.lost()), LostReason::Expired);
     drop(guard);
     drop(block_on(lock.lock().into_future()).unwrap());
