@@ -101,7 +101,11 @@ async fn lock_of_killed_owner_is_free_within_its_lease() {
 async fn worker_process() {
     let Some(role) = process::role() else { return };
     let redis = redis::Client::open(setting("URL")).unwrap();
-    let mut redis = redis.get_multiplexed_async_connection().await.unwrap();
+    let patient = redis::AsyncConnectionConfig::new()
+        .set_connection_timeout(Some(LIMIT))
+        .set_response_timeout(Some(LIMIT));
+    let connected = redis.get_multiplexed_async_connection_with_config(&patient);
+    let mut redis = connected.await.unwrap();
     let counter = setting("COUNTER");
     match &*role {
         "count" => {
