@@ -97,8 +97,8 @@ pub enum Error {
         held_by: Option<LockInfo>,
     },
     /// The current task waits for a lock that it holds itself under another owner, and the client
-    /// was built with [`DeadlockDetection::Fail`](crate::DeadlockDetection::Fail). Nothing was
-    /// sent, or nothing is left. Run the nested code in the scope of the owner that holds the lock.
+    /// was built with [`DeadlockDetection::Fail`](crate::DeadlockDetection::Fail). Nothing of the
+    /// request is left. Run the nested code in the scope of the owner that holds the lock.
     #[error(
         "deadlock: the current task holds lock {lock:?} as owner {owner} and waits for it as another owner"
     )]
@@ -116,7 +116,7 @@ pub enum Error {
     Timeout {
         /// The step.
         step: Step,
-        /// Its limit, or how long it took.
+        /// Its limit; for a wait that ended early, how long it took.
         after: Duration,
         /// The lock's name, if the step concerns a lock.
         lock: Option<String>,
@@ -147,7 +147,8 @@ pub enum Error {
     ///
     /// The client settles it in the background: it releases what an acquire may have acquired, and
     /// it repeats a release until the server answers or the lease has expired. Until then other
-    /// owners may find the lock held. Call again; an acquire that follows waits for the settlement.
+    /// owners may find the lock held. After an acquire call again: it waits for the settlement. After
+    /// an unlock there is nothing to do.
     #[error("unknown outcome {step} lock {lock:?}: {detail}")]
     #[non_exhaustive]
     OutcomeUnknown {
@@ -276,7 +277,7 @@ impl fmt::Display for Step {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LostReason {
-    /// The lease expired, or no renewal was confirmed early enough to be sure that it had not.
+    /// No renewal was confirmed before the lease could expire.
     Expired,
     /// The server does not have the hold any more: the key expired, or was deleted, evicted or
     /// force-unlocked.

@@ -13,7 +13,8 @@ pub struct LockInfo {
     /// The owner as the server has it: `CLIENT:THREAD`. The client's connections carry CLIENT in
     /// their names, so `CLIENT LIST` shows where it runs.
     pub owner: String,
-    /// The owner, if it is one of the client that asked. In its scope the lock can be unlocked.
+    /// The owner, if it is one of the client that asked. In its scope a detached hold can be
+    /// unlocked.
     pub local_owner: Option<Owner>,
     /// How many holds the owner has.
     pub hold_count: u64,

@@ -72,7 +72,8 @@ impl std::error::Error for ServerError {}
 pub enum ServerErrorKind {
     /// `NOAUTH`, `WRONGPASS`: user or password are missing or wrong. Correct the URL.
     Auth,
-    /// `NOPERM`: the user lacks a right. `docs/operations.md` lists the rights that are needed.
+    /// `NOPERM`: the user lacks a right. [`docs::wire_format`](crate::docs::wire_format) lists the
+    /// rights that are needed.
     NoPermission,
     /// `WRONGTYPE`: the lock's key holds a value of another type. Choose another lock name.
     WrongType,

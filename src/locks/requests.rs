@@ -38,7 +38,8 @@ impl LockRequest {
     /// [`Error::AcquireTimeout`]. Zero makes one attempt. Without it the request waits without
     /// limit; at most 3650 days.
     ///
-    /// It limits the waiting: an attempt that is in flight is completed first.
+    /// It limits the waiting: an attempt that is in flight is completed first. If the server does not
+    /// answer, the request fails after this time, but not before the client's command timeout.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.0.timeout = Some(timeout);
         self
@@ -46,6 +47,9 @@ impl LockRequest {
 
     /// Acquires the lock for this long, in whole milliseconds from 1 ms to 3650 days, without
     /// renewal. Without it the lease is the watchdog timeout, and it is renewed.
+    ///
+    /// A re-entry never shortens the lease of the owner's other holds, and does not end their
+    /// renewal.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.0.lease = Some(lease);
         self
@@ -73,7 +77,7 @@ impl LockRequest {
     }
 
     /// As [`run`](Self::run), with the guard: for work that asks how long the lease lasts, or that
-    /// is to know of a loss.
+    /// must be notified of a loss.
     ///
     /// # Errors
     /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
@@ -118,6 +122,9 @@ impl TryLockRequest {
 
     /// Acquires the lock for this long, in whole milliseconds from 1 ms to 3650 days, without
     /// renewal. Without it the lease is the watchdog timeout, and it is renewed.
+    ///
+    /// A re-entry never shortens the lease of the owner's other holds, and does not end their
+    /// renewal.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.0.lease = Some(lease);
         self

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::support::observe::{expired, pttl, rival, scripts, watch};
+use crate::support::observe::{expired, patient_connection, pttl, rival, scripts, watch};
 use crate::support::process::{self, Worker};
 use crate::support::proxy::{Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until};
@@ -498,8 +498,7 @@ async fn process_resumed_after_loss_stops_guarded_work() {
 #[tokio::test]
 async fn worker_process() {
     let Some(_) = process::role() else { return };
-    let redis = redis::Client::open(process::setting("URL")).unwrap();
-    let mut redis = redis.get_multiplexed_async_connection().await.unwrap();
+    let mut redis = patient_connection(&process::setting("URL")).await;
     let mut counter = redis.clone();
     let client = watchdog(1_500)
         .connect(&process::setting("URL"))

@@ -7,7 +7,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::support::observe::{sha1_of, subscribers};
+use crate::support::observe::{patient_connection, sha1_of, subscribers};
 use crate::support::process::{self, Worker, setting};
 use crate::support::server::{Server, unique, wait_until};
 use futures::poll;
@@ -296,8 +296,7 @@ async fn worker_process() {
     if process::role().is_none() {
         return;
     }
-    let redis = redis::Client::open(setting("PLAIN")).unwrap();
-    let mut redis = redis.get_multiplexed_async_connection().await.unwrap();
+    let mut redis = patient_connection(&setting("PLAIN")).await;
     let recheck = Duration::from_millis(setting("RECHECK").parse().unwrap());
     let builder = LockClient::builder()
         .watchdog_timeout(LEASE)

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use crate::support::observe::patient_connection;
 use crate::support::process::{self, Worker, setting};
 use crate::support::server::{Server, unique, wait_until};
 use redisson_lock::LockClient;
@@ -100,12 +101,7 @@ async fn lock_of_killed_owner_is_free_within_its_lease() {
 #[tokio::test]
 async fn worker_process() {
     let Some(role) = process::role() else { return };
-    let redis = redis::Client::open(setting("URL")).unwrap();
-    let patient = redis::AsyncConnectionConfig::new()
-        .set_connection_timeout(Some(LIMIT))
-        .set_response_timeout(Some(LIMIT));
-    let connected = redis.get_multiplexed_async_connection_with_config(&patient);
-    let mut redis = connected.await.unwrap();
+    let mut redis = patient_connection(&setting("URL")).await;
     let counter = setting("COUNTER");
     match &*role {
         "count" => {

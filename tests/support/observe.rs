@@ -167,3 +167,14 @@ pub async fn ttl(lock: &ReentrantLock) -> Result<Option<Duration>, Error> {
     let info = lock.inspect().await?;
     Ok(info.map(|info| info.ttl.unwrap_or(Duration::MAX)))
 }
+
+/// A connection that waits long for its replies: the machine may be busy. (The default is 500 ms.)
+pub async fn patient_connection(url: &str) -> redis::aio::MultiplexedConnection {
+    const LIMIT: Duration = Duration::from_secs(60);
+    let config = redis::AsyncConnectionConfig::new()
+        .set_connection_timeout(Some(LIMIT))
+        .set_response_timeout(Some(LIMIT));
+    let client = redis::Client::open(url).unwrap();
+    let connected = client.get_multiplexed_async_connection_with_config(&config);
+    connected.await.unwrap()
+}

@@ -51,8 +51,8 @@ impl ReentrantLock {
         &self.name
     }
 
-    /// Acquires the lock, runs the future as its owner, and releases the lock: what a synchronized
-    /// block is in Java.
+    /// Acquires the lock, runs the future as its owner, and releases the lock: as a `synchronized`
+    /// block does in Java.
     ///
     /// Code that the future calls re-enters the lock: it locks it again without waiting. If the
     /// lock is lost, the future is dropped where it stands, and the error is [`Error::Lost`]. The
@@ -66,7 +66,7 @@ impl ReentrantLock {
     /// # Ok(()) }
     /// ```
     ///
-    /// A release that gets no reply does not spoil the output: the future ran under a valid lease,
+    /// The output is returned even if the release gets no reply: the future ran under a valid lease,
     /// and the release is repeated in the background (logged as a warning).
     ///
     /// # Errors
@@ -84,7 +84,7 @@ impl ReentrantLock {
     }
 
     /// As [`run`](Self::run), with the guard: for work that asks how long the lease lasts, or that
-    /// is to know of a loss.
+    /// must be notified of a loss.
     ///
     /// ```no_run
     /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
@@ -164,7 +164,8 @@ impl ReentrantLock {
     ///   sent.
     /// * [`Error::AcquireTimeout`]: the [`timeout`](LockRequest::timeout) passed.
     /// * [`Error::WouldDeadlock`]: see [`DeadlockDetection::Fail`](crate::DeadlockDetection::Fail).
-    /// * [`Error::Connection`]: the server was out of reach for the client's retry timeout.
+    /// * [`Error::Connection`]: the server was out of reach for the client's retry timeout, or for the
+    ///   timeout of the request if that is shorter (at least for the client's command timeout).
     /// * [`Error::OutcomeUnknown`]: as `Connection`, but the server may have granted the lock. The
     ///   background releases it.
     /// * [`Error::Server`]: the server refused, for example because the key holds another type.
@@ -175,7 +176,7 @@ impl ReentrantLock {
     ///   ended.
     ///
     /// # Cancel safety
-    /// Dropping it gives up the place in the queue and leaves nothing behind: a wake-up goes to the
+    /// Dropping it removes the request from the queue and leaves nothing behind: a wake-up goes to the
     /// next request, and a grant that arrives later is released in the background.
     pub fn lock(&self) -> LockRequest {
         LockRequest::new(self.options())
@@ -184,7 +185,7 @@ impl ReentrantLock {
     /// Acquires the lock if it is free; `None` if another owner holds it. It never waits for the
     /// lock.
     ///
-    /// The guard is the lock: `if lock.try_lock().await?.is_some() { .. }` releases it before the
+    /// The lock is held while the guard exists: `if lock.try_lock().await?.is_some() { .. }` releases it before the
     /// block. Bind it (`if let Some(guard) = ..`), or use [`try_run`](Self::try_run).
     ///
     /// ```no_run
@@ -274,7 +275,7 @@ impl ReentrantLock {
         self.inspected().await?.info(&self.core, keys)
     }
 
-    /// Whether the lock cannot be acquired at the moment: whether its key exists.
+    /// Whether any owner holds the lock: whether its key exists.
     ///
     /// # Errors
     /// As [`inspect`](Self::inspect), without [`Error::Server`] for a key of another type.
@@ -331,8 +332,8 @@ impl ReentrantLock {
     /// renewal.
     ///
     /// It reads which owner holds the lock and frees that owner's tenure, so a call that is sent
-    /// twice because a reply was lost frees no other owner's. Only if the lock changes hands each
-    /// time it looks, it frees the lock whatever its owner, with a call that is sent once.
+    /// twice because a reply was lost frees no other owner's. Only if another owner holds the lock at each
+    /// inspection, it frees the lock whatever its owner, with a call that is sent once.
     ///
     /// # Errors
     /// * [`Error::Server`]: the key holds another type, and stays.
