@@ -46,7 +46,7 @@ pub async fn run_once<F: Future>(
     {
         Ok(output) => {
             // Not unlocked: without a guard the lock stays until its lease expires, also when this
-            // process ends. Nobody needs the owner.
+            // process ends. The owner is not needed.
             let _owner = guard.detach();
             Ok(Outcome::Done(output))
         }
