@@ -212,6 +212,7 @@ impl Waiter {
         match (self.patience.saturating_sub(lasted), silence.said) {
             (Duration::ZERO, Some(message)) if !self.patience.is_zero() => Err(Error::Server {
                 lock: Some(self.entry.ident.lock()),
+                address: None,
                 error: message.into(),
             }),
             (Duration::ZERO, None) if !self.patience.is_zero() => Err(Error::Connection {

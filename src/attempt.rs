@@ -234,6 +234,7 @@ fn next(ident: &Ident, count: i64) -> Result<i64, Error> {
         .filter(|next| *next > 0)
         .ok_or_else(|| Error::Server {
             lock: Some(ident.lock()),
+            address: None,
             error: format!("ERR the hold count is at its limit: {count}").into(),
         })
 }

@@ -43,7 +43,8 @@ use crate::wakeup::{self, Wakeups, reconcile};
 /// # Runtime
 ///
 /// The connections and the watchdog run on the tokio runtime in which `connect` was called. Locks,
-/// requests and guards can be used from any runtime, thread or executor while that runtime runs.
+/// requests and guards can be used from any runtime (with timers), thread or executor while that
+/// runtime runs.
 /// Once it has ended, each operation fails with [`Error::NoRuntime`], and each lock that was held
 /// is lost with [`LostReason::RuntimeEnded`]: a client in a `static` belongs to the runtime that
 /// connected it, and `#[tokio::test]` makes a runtime for each test.
@@ -163,6 +164,7 @@ impl LockClient {
             }
         }
         core.link.close().await;
+        core.abandon(LostReason::Shutdown);
         drained.map_err(|_| Error::Timeout {
             step: Step::Shutdown,
             after: limit,
@@ -462,6 +464,7 @@ async fn open(
     let sentinel = runtime.sentinel(stopped.clone(), move || {
         if let Some(core) = weak.upgrade() {
             core.close(LostReason::RuntimeEnded);
+            core.abandon(LostReason::RuntimeEnded);
             core.link.refuse();
         }
     });

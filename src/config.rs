@@ -72,6 +72,10 @@ impl WaitTime {
 /// Such a task waits forever, unless the code that holds the lock runs in another branch of the
 /// task (`join!`) and releases the lock.
 ///
+/// A hold counts for the task that acquired it, or that called
+/// [`LockGuard::run`](crate::LockGuard::run) last, also if its guard was passed to another task or
+/// if it was detached. Outside a tokio task the thread counts as the task.
+///
 /// ```no_run
 /// use redisson_lock::{DeadlockDetection, Error, LockClient};
 ///

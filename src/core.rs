@@ -61,17 +61,44 @@ impl Core {
         }
     }
 
+    /// Lets go of the locks whose release was not sent, and never will be.
+    pub(crate) fn abandon(&self, reason: LostReason) {
+        for lease in self.holds.leases() {
+            if self.holds.remove(&lease) {
+                add(&self.counters.failed_releases);
+                tracing::warn!(
+                    lock = %lease.ident.lock(),
+                    owner = %lease.ident.owner_field(),
+                    %reason,
+                    "a release was not sent, the lease will expire",
+                );
+            }
+        }
+    }
+
     /// Runs an operation of a caller. It works outside a runtime, too, and fails when the client's
     /// runtime ends.
     pub(crate) async fn drive<T>(
         self: Arc<Self>,
         operation: impl Future<Output = Result<T, Error>>,
     ) -> Result<T, Error> {
-        let outcome = self.runtime.clone().drive(operation).await;
+        let outcome = self.drive_uncounted(operation).await;
         if matches!(outcome, Err(Error::OutcomeUnknown { .. })) {
             add(&self.counters.unknown_outcomes);
         }
         outcome
+    }
+
+    /// The same for a part of an operation, whose unknown outcome its caller does not receive.
+    pub(crate) async fn drive_uncounted<T>(
+        &self,
+        operation: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        match self.runtime.clone().drive(operation).await {
+            // It was closed because its runtime has ended.
+            Err(Error::Closed) => Err(self.runtime.ensure_alive().err().unwrap_or(Error::Closed)),
+            outcome => outcome,
+        }
     }
 
     pub(crate) fn ident(&self, keys: &Keys, owner: Owner) -> Arc<Ident> {
@@ -106,7 +133,7 @@ impl Core {
                         step,
                         after: begun.elapsed(),
                         lock: Some(lock.to_owned()),
-                        address: None,
+                        address: Some(self.address.to_string()),
                     }
                 }
                 failure => locks::error(

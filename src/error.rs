@@ -120,7 +120,7 @@ pub enum Error {
         after: Duration,
         /// The lock's name, if the step concerns a lock.
         lock: Option<String>,
-        /// Host and port of the server, if the step is [`Step::Connect`].
+        /// Host and port of the server, if the server did not answer.
         address: Option<String>,
     },
     /// The current owner does not hold the lock, or each of its holds belongs to a guard. Unlock
@@ -147,8 +147,8 @@ pub enum Error {
     ///
     /// The client settles it in the background: it releases what an acquire may have acquired, and
     /// it repeats a release until the server answers or the lease has expired. Until then other
-    /// owners may find the lock held. After an acquire call again: it waits for the settlement. After
-    /// an unlock there is nothing to do.
+    /// owners may find the lock held. After an acquire call again: it waits for the settlement.
+    /// After an unlock there is nothing to do.
     #[error("unknown outcome {step} lock {lock:?}: {detail}")]
     #[non_exhaustive]
     OutcomeUnknown {
@@ -160,11 +160,13 @@ pub enum Error {
         detail: String,
     },
     /// The server refused a command. [`ServerError::kind`] says what has to change first.
-    #[error("server error{}: {error}", on_lock(.lock))]
+    #[error("server error{}: {error}", of(.lock, .address))]
     #[non_exhaustive]
     Server {
         /// The lock's name, if a lock is concerned.
         lock: Option<String>,
+        /// Host and port of the server, if it refused to connect.
+        address: Option<String>,
         /// The server's answer.
         #[source]
         error: ServerError,
@@ -213,9 +215,9 @@ impl Error {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
-            Self::AcquireTimeout { .. } | Self::Connection { .. } | Self::OutcomeUnknown { .. } => {
-                true
-            }
+            Self::AcquireTimeout { .. } | Self::OutcomeUnknown { .. } => true,
+            // Another service at that address will not become a server.
+            Self::Connection { error, .. } => error.kind() != std::io::ErrorKind::InvalidData,
             Self::Timeout { step, .. } => *step != Step::Shutdown,
             Self::Server { error, .. } => error.is_transient(),
             _ => false,
@@ -312,14 +314,102 @@ fn by(info: &Option<LockInfo>) -> String {
 
 fn target(lock: &Option<String>, address: &Option<String>) -> String {
     match (lock, address) {
-        (Some(lock), _) => format!(" lock {lock:?}"),
+        (Some(lock), Some(address)) => format!(" lock {lock:?} at {address}"),
+        (Some(lock), None) => format!(" lock {lock:?}"),
         (None, Some(address)) => format!(" {address}"),
         (None, None) => String::new(),
     }
 }
 
-fn on_lock(lock: &Option<String>) -> String {
-    lock.as_ref()
-        .map(|lock| format!(" on lock {lock:?}"))
-        .unwrap_or_default()
+fn of(lock: &Option<String>, address: &Option<String>) -> String {
+    match (lock, address) {
+        (Some(lock), _) => format!(" on lock {lock:?}"),
+        (None, Some(address)) => format!(" from {address}"),
+        (None, None) => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each predicate for each variant.
+    #[test]
+    fn predicates_sort_each_variant() {
+        let lock = || "stock".to_owned();
+        let timeout = |step| Error::Timeout {
+            step,
+            after: Duration::ZERO,
+            lock: Some(lock()),
+            address: None,
+        };
+        let server = |message: &str| Error::Server {
+            lock: Some(lock()),
+            address: None,
+            error: message.into(),
+        };
+        let connection = |error| Error::Connection {
+            address: "localhost:6379".into(),
+            error,
+        };
+        // The error, is_lost, is_timeout, is_retryable, whether it names a lock.
+        let table = [
+            (
+                Error::AcquireTimeout {
+                    lock: lock(),
+                    timeout: Duration::ZERO,
+                    held_by: None,
+                },
+                [false, true, true, true],
+            ),
+            (timeout(Step::Inspect), [false, true, true, true]),
+            (timeout(Step::Shutdown), [false, true, false, true]),
+            (
+                Error::Lost {
+                    lock: lock(),
+                    reason: LostReason::Gone,
+                },
+                [true, false, false, true],
+            ),
+            (
+                Error::OutcomeUnknown {
+                    lock: lock(),
+                    step: Step::Release,
+                    detail: String::new(),
+                },
+                [false, false, true, true],
+            ),
+            (
+                Error::NotHeld {
+                    lock: lock(),
+                    problem: String::new(),
+                },
+                [false, false, false, true],
+            ),
+            (server("LOADING"), [false, false, true, true]),
+            (server("NOPERM"), [false, false, false, true]),
+            (
+                connection("lost".to_owned().into()),
+                [false, false, true, false],
+            ),
+            (
+                connection(ConnectionError::foreign("HTTP".into())),
+                [false, false, false, false],
+            ),
+            (Error::Closed, [false, false, false, false]),
+            (
+                Error::NoRuntime { problem: "none" },
+                [false, false, false, false],
+            ),
+        ];
+        for (error, expected) in table {
+            let found = [
+                error.is_lost(),
+                error.is_timeout(),
+                error.is_retryable(),
+                error.lock() == Some("stock"),
+            ];
+            assert_eq!(found, expected, "{error:?}");
+        }
+    }
 }

@@ -61,6 +61,8 @@ struct State {
     kept: Option<EntryRef>,
     /// Whether somebody sees to it that a lost lease leaves nothing on the server.
     cleaned: bool,
+    /// Whether its loss has been counted and logged.
+    reported: bool,
     due: Option<Instant>,
 }
 
@@ -134,6 +136,7 @@ impl Lease {
                 renewing: false,
                 refused: false,
                 cleaned: false,
+                reported: false,
                 due: None,
             }),
             changed: Notify::new(),
@@ -285,10 +288,19 @@ impl Lease {
         }
     }
 
-    /// Whether a task took a hold of it.
+    /// Whether the caller is to count and log its loss; answers yes once.
+    pub(crate) fn claim_report(&self) -> bool {
+        !std::mem::replace(&mut self.state.lock().reported, true)
+    }
+
+    /// Whether a task took a hold of it, and keeps it.
     pub(crate) fn taken_by(&self, task: TaskId) -> bool {
         let mut state = self.state.lock();
-        state.check().is_none() && state.holds.iter().any(|hold| hold.task == task)
+        state.check().is_none()
+            && state
+                .holds
+                .iter()
+                .any(|hold| hold.task == task && !hold.leaving)
     }
 
     /// Takes in that a hold's guard is in another task now.
@@ -360,9 +372,11 @@ impl Lease {
             .collect()
     }
 
-    /// Whether each of its holds is being released.
+    /// Whether each of its holds is being released. One whose release the server refused is not.
     pub(crate) fn is_leaving(&self) -> bool {
-        self.state.lock().holds.iter().all(|hold| hold.leaving)
+        let state = self.state.lock();
+        let mut holds = state.holds.iter();
+        holds.all(|hold| hold.leaving && hold.detached.is_none())
     }
 
     /// Whether a guard stands for one of its holds.

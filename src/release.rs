@@ -3,6 +3,7 @@
 use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 
 use futures::FutureExt;
 use futures::future::Either;
@@ -59,7 +60,11 @@ impl Hold {
         async move {
             let mut lost = pin!(lease.wait_lost(id));
             // Its timer works outside a runtime, too.
-            poll_fn(|cx| runtime.within(|| lost.as_mut().poll(cx))).await
+            poll_fn(|cx| {
+                let polled = runtime.within(|| lost.as_mut().poll(cx));
+                polled.unwrap_or(Poll::Ready(LostReason::RuntimeEnded))
+            })
+            .await
         }
     }
 
@@ -183,7 +188,7 @@ async fn in_time<T: Send + 'static>(
             Some(message) => {
                 format!("not done within {patience:?}, the server refused it: {message}")
             }
-            None => format!("no reply within {patience:?}"),
+            None => format!("{}: no reply within {patience:?}", ident.address),
         };
         Err(Error::OutcomeUnknown {
             lock: ident.lock(),

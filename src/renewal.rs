@@ -218,7 +218,8 @@ fn again(core: &Core, lease: &Arc<Lease>) {
 
 /// Takes a lost lease out of the table, tells, and leaves nothing of it on the server.
 pub(crate) fn tell_lost(core: &Arc<Core>, lease: &Arc<Lease>, reason: LostReason, clean: bool) {
-    if core.holds.remove(lease) {
+    core.holds.remove(lease);
+    if lease.claim_report() {
         core.counters.lost(reason);
         tracing::warn!(lock = %lease.ident.lock(), owner = %lease.ident.owner_field(), %reason, "a lock was lost");
     }

@@ -1,15 +1,22 @@
 //! The tokio runtime on which a client connected, and what becomes of operations without it.
 
+use std::any::Any;
 use std::future::poll_fn;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::error::Error;
+
+const ENDED: Error = Error::NoRuntime {
+    problem: "the runtime on which the client connected has ended",
+};
 
 /// The runtime that drives a client's connections and tasks.
 #[derive(Debug, Clone)]
@@ -24,6 +31,12 @@ impl Runtime {
         let handle = Handle::try_current().map_err(|_| Error::NoRuntime {
             problem: "connect was called outside a tokio runtime",
         })?;
+        // There is no other way to ask.
+        catch_unwind(|| drop(tokio::time::sleep(Duration::ZERO))).map_err(|_| {
+            Error::NoRuntime {
+                problem: "the runtime has no timers: build it with enable_all()",
+            }
+        })?;
         Ok(Self {
             handle,
             ended: Arc::default(),
@@ -35,12 +48,7 @@ impl Runtime {
     }
 
     pub(crate) fn ensure_alive(&self) -> Result<(), Error> {
-        if self.has_ended() {
-            return Err(Error::NoRuntime {
-                problem: "the runtime on which the client connected has ended",
-            });
-        }
-        Ok(())
+        if self.has_ended() { Err(ENDED) } else { Ok(()) }
     }
 
     /// Makes a future work outside a runtime too, where it uses the timers of this one, and ends it
@@ -51,16 +59,27 @@ impl Runtime {
     ) -> Result<T, Error> {
         let mut future = pin!(future);
         poll_fn(|cx| match self.ensure_alive() {
-            Ok(()) => self.within(|| future.as_mut().poll(cx)),
+            Ok(()) => self
+                .within(|| future.as_mut().poll(cx))
+                .unwrap_or(Poll::Ready(Err(ENDED))),
             Err(error) => Poll::Ready(Err(error)),
         })
         .await
     }
 
-    /// Runs the function in the caller's runtime, or in this one if the caller is in none.
-    pub(crate) fn within<T>(&self, run: impl FnOnce() -> T) -> T {
-        let _entered = Handle::try_current().is_err().then(|| self.handle.enter());
-        run()
+    /// Runs the function in the caller's runtime, or in this one if the caller is in none. `None`
+    /// if this one ends meanwhile.
+    pub(crate) fn within<T>(&self, run: impl FnOnce() -> T) -> Option<T> {
+        if Handle::try_current().is_ok() {
+            return Some(run());
+        }
+        let _entered = self.handle.enter();
+        // A timer that is used while its runtime ends panics.
+        match catch_unwind(AssertUnwindSafe(run)) {
+            Ok(output) => Some(output),
+            Err(panic) if is_of_ending_runtime(&*panic) => None,
+            Err(panic) => resume_unwind(panic),
+        }
     }
 
     /// A value for a task of this runtime to own. If the runtime drops the task, `ended` is called;
@@ -94,4 +113,11 @@ impl Drop for Sentinel {
             ended();
         }
     }
+}
+
+/// Whether this is the panic of tokio's timers in a runtime that ends.
+fn is_of_ending_runtime(panic: &(dyn Any + Send)) -> bool {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    text.is_some_and(|text| text.contains("being shutdown") || text.contains("shutting down"))
 }

@@ -31,7 +31,8 @@ pub struct Stats {
     pub losses: Losses,
     /// Leases that the watchdog renewed: one for each lock and period.
     pub renewals: u64,
-    /// Connections for calls that replaced a lost one. (The connection for wake-ups is not counted.)
+    /// Connections for calls that replaced a lost one. (The connection for wake-ups is not
+    /// counted.)
     pub reconnects: u64,
     /// Operations that ended with [`Error::OutcomeUnknown`](crate::Error::OutcomeUnknown).
     pub unknown_outcomes: u64,

@@ -10,11 +10,20 @@ pub struct ConnectionError {
 }
 
 impl ConnectionError {
-    /// The kind of I/O error, as the operating system reported it; [`io::ErrorKind::Other`] if it
-    /// did not report one.
+    /// The kind of I/O error, as the operating system reported it; [`io::ErrorKind::InvalidData`]
+    /// if another service than Redis or Valkey answers; [`io::ErrorKind::Other`] if none was
+    /// reported.
     #[must_use]
     pub fn kind(&self) -> io::ErrorKind {
         self.kind
+    }
+
+    /// Another service answers there.
+    pub(crate) fn foreign(message: String) -> Self {
+        Self {
+            kind: io::ErrorKind::InvalidData,
+            message,
+        }
     }
 
     /// An I/O error that the client library wrote as text: `Os { code: .., kind: .., message: ..

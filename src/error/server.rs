@@ -39,6 +39,7 @@ impl ServerError {
                 | Kind::MasterDown
                 | Kind::ReadOnly
                 | Kind::NoReplicas
+                | Kind::TooManyClients
         )
     }
 }
@@ -97,6 +98,10 @@ pub enum ServerErrorKind {
     TryAgain,
     /// `CROSSSLOT`, `MOVED`, `ASK`: the server is part of a cluster.
     Cluster,
+    /// `DENIED`: the server is in protected mode and accepts local connections only.
+    Denied,
+    /// `ERR max number of clients reached`. Transient.
+    TooManyClients,
     /// `NOSCRIPT`: the server does not know the script. The client sends the script then.
     NoScript,
     /// Any other error.
@@ -105,7 +110,11 @@ pub enum ServerErrorKind {
 
 impl ServerErrorKind {
     fn of(message: &str) -> Self {
+        if message.starts_with("ERR max number of clients") {
+            return Self::TooManyClients;
+        }
         match message.split(' ').next().unwrap_or_default() {
+            "DENIED" => Self::Denied,
             "NOAUTH" | "WRONGPASS" => Self::Auth,
             "NOPERM" => Self::NoPermission,
             "WRONGTYPE" => Self::WrongType,
@@ -144,6 +153,42 @@ mod tests {
             ),
             ("LOADING Redis is loading", ServerErrorKind::Loading, true),
             ("BUSY Redis is busy", ServerErrorKind::Busy, true),
+            (
+                "ERR max number of clients reached",
+                ServerErrorKind::TooManyClients,
+                true,
+            ),
+            (
+                "DENIED Redis is running in protected mode",
+                ServerErrorKind::Denied,
+                false,
+            ),
+            (
+                "CLUSTERDOWN The cluster is down",
+                ServerErrorKind::ClusterDown,
+                true,
+            ),
+            (
+                "TRYAGAIN Multiple keys request",
+                ServerErrorKind::TryAgain,
+                true,
+            ),
+            (
+                "MASTERDOWN Link with MASTER is down",
+                ServerErrorKind::MasterDown,
+                true,
+            ),
+            ("READONLY You can't write", ServerErrorKind::ReadOnly, true),
+            (
+                "NOREPLICAS Not enough good replicas",
+                ServerErrorKind::NoReplicas,
+                true,
+            ),
+            (
+                "OOM command not allowed",
+                ServerErrorKind::OutOfMemory,
+                false,
+            ),
             (
                 "BUSYGROUP Consumer Group name already exists",
                 ServerErrorKind::Other,

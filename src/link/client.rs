@@ -8,7 +8,7 @@ use fred::error::ErrorKind;
 use fred::interfaces::ClientLike;
 use fred::types::{ClusterHash, CustomCommand, Value};
 use futures::FutureExt;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -48,6 +48,8 @@ pub(super) struct Shared {
     /// Notifies callers of a new connection, or of the end of the link.
     pub(super) ready: Notify,
     pub(super) counters: Arc<Counters>,
+    /// When a call got its last reply.
+    pub(super) replied: Mutex<Instant>,
     /// The next ticket.
     tickets: AtomicU64,
     closed: AtomicBool,
@@ -105,6 +107,7 @@ impl Link {
             distrust_signal: Notify::new(),
             ready: Notify::new(),
             counters,
+            replied: Mutex::new(Instant::now()),
             tickets: AtomicU64::new(1),
             closed: AtomicBool::new(false),
         });
@@ -260,8 +263,10 @@ impl Shared {
         args: Vec<Value>,
     ) -> Result<Reply, Failure> {
         let outcome = send_on(&current.connection, command, args).await;
-        if let Err(Failure::Unknown(detail)) = &outcome {
-            self.distrust(current.number, detail);
+        match &outcome {
+            Ok(_) | Err(Failure::Server(_)) => *self.replied.lock() = Instant::now(),
+            Err(Failure::Unknown(detail)) => self.distrust(current.number, detail),
+            Err(_) => {}
         }
         outcome
     }

@@ -55,8 +55,13 @@ impl Connection {
         let timed_out = settings.connect_timed_out();
         match timeout(limit, connected).await {
             Ok(Ok(())) => Ok(connection),
+            Ok(Err(problem)) if is_unknown_hello(&problem) => Err(Error::UnsupportedServer {
+                address: settings.address(),
+                problem: "it does not know HELLO, and version 6.2 or later is required".into(),
+            }),
             Ok(Err(problem)) if is_server_error(&problem) => Err(Error::Server {
                 lock: None,
+                address: Some(settings.address()),
                 error: problem.details().into(),
             }),
             Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => Err(timed_out),
@@ -65,9 +70,9 @@ impl Connection {
                 Err(Error::Connection {
                     address: settings.address(),
                     error: match problem.kind() {
-                        ErrorKind::Protocol | ErrorKind::Parse => {
-                            format!("no Redis or Valkey server answers there: {error}").into()
-                        }
+                        ErrorKind::Protocol | ErrorKind::Parse => ConnectionError::foreign(
+                            format!("no Redis or Valkey server answers there: {error}"),
+                        ),
                         _ => error,
                     },
                 })
@@ -141,6 +146,12 @@ impl Connection {
         // If the server does not confirm it, dropping the connection closes it.
         let _ = timeout(Duration::from_millis(500), self.client.quit()).await;
     }
+}
+
+/// Whether the server is older than 6.0, which does not know the command.
+fn is_unknown_hello(problem: &fred::error::Error) -> bool {
+    let details = problem.details();
+    details.starts_with("ERR unknown command") && details.contains("HELLO")
 }
 
 /// Whether the problem is an error reply of the server: its text begins with the error's code.

@@ -53,8 +53,8 @@ impl Settings {
             _ => return Err(refused(NO_SCHEME)),
         }
         let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
-        if rest[authority.len()..].contains('@') {
-            // In `redis://:pa/ss@host` the apparent host is a part of the password.
+        // `redis://:pa/ss@host`: what seems to be the host is a part of the password.
+        if rest[authority.len()..].contains('@') && !is_host_and_database(authority, rest) {
             return Err(refused(ESCAPES));
         }
         let login = authority.rsplit_once('@').map_or("", |(login, _)| login);
@@ -225,6 +225,14 @@ fn inline(secret: &str) -> String {
     }
     quoted.push('"');
     quoted
+}
+
+/// Whether a URL without a login begins with a host, a port and a database number.
+fn is_host_and_database(authority: &str, rest: &str) -> bool {
+    let is_number = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    let (host, port) = authority.rsplit_once(':').unwrap_or((authority, ""));
+    let path = rest[authority.len()..].split(['?', '#']).next();
+    !host.is_empty() && is_number(port) && is_number(path.unwrap_or_default().trim_matches('/'))
 }
 
 /// Whether each `%` begins an escape of two hexadecimal digits.

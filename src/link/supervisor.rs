@@ -7,7 +7,6 @@ use std::time::Duration;
 use fred::interfaces::ClientLike;
 use fred::types::config::Options;
 use fred::types::{ClusterHash, CustomCommand, Value};
-use tokio::time::Instant;
 
 use super::client::{Current, LOST, Shared, send_on};
 use super::connection::Connection;
@@ -50,12 +49,13 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
         unfenced.extend(current.identity.clone());
         current.connection.end();
         drop((old, current));
-        let lost = Instant::now();
+        // Counted from the last reply: when the connection was lost is not known.
+        let replied = *shared.replied.lock();
         let (connection, identity) = open_replacement(&shared.settings, &mut unfenced).await;
         add(&shared.counters.reconnects);
         tracing::info!(
             address = %shared.settings.address(),
-            outage = ?lost.elapsed(),
+            outage = ?replied.elapsed(),
             "the server is connected again",
         );
         *shared.current.write() = Some(Arc::new(Current {

@@ -180,7 +180,8 @@ impl LockGuard {
     /// Releases the lock under which the output was made.
     pub(crate) async fn unlock_after<T>(self, output: T) -> Result<T, Error> {
         let lock = self.name().to_owned();
-        match self.unlock().await {
+        let core = Arc::clone(&self.hold.core);
+        match core.drive_uncounted(self.hold.release()).await {
             Err(error @ (Error::Lost { .. } | Error::NotHeld { .. })) => Err(error),
             Err(error) => {
                 // The work is done, and was done under the lock: that is what the caller has to

@@ -49,7 +49,7 @@ impl Ident {
             step,
             after,
             lock: Some(self.lock()),
-            address: None,
+            address: Some(self.address.to_string()),
         }
     }
 
@@ -72,6 +72,7 @@ pub(crate) fn error(failure: Failure, lock: &str, address: &str, unknown: Option
             Failure::Closed => Error::Closed,
             Failure::Server(error) => Error::Server {
                 lock: Some(lock),
+                address: None,
                 error,
             },
             Failure::NotSent(detail) | Failure::Unknown(detail) => Error::Connection {

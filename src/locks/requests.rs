@@ -38,8 +38,8 @@ impl LockRequest {
     /// [`Error::AcquireTimeout`]. Zero makes one attempt. Without it the request waits without
     /// limit; at most 3650 days.
     ///
-    /// It limits the waiting: an attempt that is in flight is completed first. If the server does not
-    /// answer, the request fails after this time, but not before the client's command timeout.
+    /// It limits the waiting: an attempt that is in flight is completed first. If the server does
+    /// not answer, the request fails after this time, but not before the client's command timeout.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.0.timeout = Some(timeout);
         self

@@ -7,7 +7,7 @@ use redisson_lock::{Error, LockClient, LockClientBuilder, ServerErrorKind};
 use tracing::Level;
 
 use crate::support::log::Log;
-use crate::support::server::Server;
+use crate::support::server::{Server, wait_until_async};
 
 /// Far below the limits that the tests set, and far above what an answer takes.
 const LIMIT: Duration = Duration::from_secs(10);
@@ -26,9 +26,10 @@ async fn connect_retry_waits_for_a_server_that_starts_later() {
     let url = server.url();
     let connecting = tokio::spawn(async move { patient().connect(&url).await });
     // Not before it has failed once.
-    while log.with("connecting is tried again").is_empty() {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    wait_until_async("an attempt has failed", LIMIT, || async {
+        !log.with("connecting is tried again").is_empty()
+    })
+    .await;
     assert!(!connecting.is_finished());
     let server = tokio::task::spawn_blocking(move || {
         server.restart();

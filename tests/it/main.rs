@@ -15,6 +15,7 @@ mod deadlock;
 mod deadlock_detection;
 mod detached_holds;
 mod docs;
+mod edge_cases;
 mod error_messages;
 mod errors;
 mod force_unlock;

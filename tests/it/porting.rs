@@ -96,3 +96,18 @@ async fn owner_that_was_dropped_is_found_by_inspect_and_unlocks() {
     lock.unlock().with_owner(owner).await.unwrap();
     assert_eq!(lock.inspect().await, Ok(None));
 }
+
+/// A hold that is lost before it is detached is reported to the unlock as well, once.
+#[tokio::test(flavor = "multi_thread")]
+async fn detached_hold_that_was_lost_before_is_reported() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let guard = lock.lock().lease(Duration::from_millis(800)).await.unwrap();
+    guard.lost().await;
+    let owner = guard.detach();
+    let lost = lock.unlock().with_owner(owner).await;
+    assert!(matches!(lost, Err(Error::Lost { .. })), "{lost:?}");
+    let again = lock.unlock().with_owner(owner).await;
+    assert!(matches!(again, Err(Error::NotHeld { .. })), "{again:?}");
+}

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::support::bench::{BRIEF, Bench, LIMIT, assert_lost};
 use crate::support::observe::hold_count;
 use futures::FutureExt;
-use redisson_lock::{LockClient, LostReason, Owner};
+use redisson_lock::{Error, LockClient, LostReason, Owner};
 use tokio::sync::oneshot;
 
 /// Records that it was dropped.
@@ -193,4 +193,19 @@ async fn run_after_takeover_returns_lost() {
         .await;
     assert_lost(result, LostReason::Gone);
     bench.assert_the_thief_keeps_it();
+}
+
+/// The future blocks its thread beyond the lease and then completes in the same poll: what it did
+/// at the end was not guarded.
+#[tokio::test(flavor = "multi_thread")]
+async fn run_of_future_that_completes_after_lease_is_lost() {
+    let bench = Bench::new().await;
+    let lease = Duration::from_millis(800);
+    let outcome = bench
+        .lock
+        .lock()
+        .lease(lease)
+        .run(async { std::thread::sleep(lease) })
+        .await;
+    assert!(matches!(&outcome, Err(Error::Lost { .. })), "{outcome:?}");
 }

@@ -71,6 +71,7 @@ impl Inspected {
             .and_then(|count| u64::try_from(count).ok())
             .ok_or_else(|| Error::Server {
                 lock: Some(keys.display()),
+                address: None,
                 error: format!("ERR the hold count is not a number: {count:?}").into(),
             })?;
         let thread = thread_of(&owner, core.client_id);
@@ -86,6 +87,7 @@ impl Inspected {
         if let Some(error) = self.refusal {
             return Err(Error::Server {
                 lock: Some(keys.display()),
+                address: None,
                 error,
             });
         }

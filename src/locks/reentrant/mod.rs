@@ -66,8 +66,8 @@ impl ReentrantLock {
     /// # Ok(()) }
     /// ```
     ///
-    /// The output is returned even if the release gets no reply: the future ran under a valid lease,
-    /// and the release is repeated in the background (logged as a warning).
+    /// The output is returned even if the release gets no reply: the future ran under a valid
+    /// lease, and the release is repeated in the background (logged as a warning).
     ///
     /// # Errors
     /// * [`Error::Lost`]: the lock was lost while the future ran. The future was dropped, perhaps
@@ -164,8 +164,8 @@ impl ReentrantLock {
     ///   sent.
     /// * [`Error::AcquireTimeout`]: the [`timeout`](LockRequest::timeout) passed.
     /// * [`Error::WouldDeadlock`]: see [`DeadlockDetection::Fail`](crate::DeadlockDetection::Fail).
-    /// * [`Error::Connection`]: the server was out of reach for the client's retry timeout, or for the
-    ///   timeout of the request if that is shorter (at least for the client's command timeout).
+    /// * [`Error::Connection`]: the server was out of reach for the client's retry timeout, or for
+    ///   the timeout of the request if that is shorter (at least for the client's command timeout).
     /// * [`Error::OutcomeUnknown`]: as `Connection`, but the server may have granted the lock. The
     ///   background releases it.
     /// * [`Error::Server`]: the server refused, for example because the key holds another type.
@@ -176,8 +176,8 @@ impl ReentrantLock {
     ///   ended.
     ///
     /// # Cancel safety
-    /// Dropping it removes the request from the queue and leaves nothing behind: a wake-up goes to the
-    /// next request, and a grant that arrives later is released in the background.
+    /// Dropping it removes the request from the queue and leaves nothing behind: a wake-up goes to
+    /// the next request, and a grant that arrives later is released in the background.
     pub fn lock(&self) -> LockRequest {
         LockRequest::new(self.options())
     }
@@ -185,8 +185,9 @@ impl ReentrantLock {
     /// Acquires the lock if it is free; `None` if another owner holds it. It never waits for the
     /// lock.
     ///
-    /// The lock is held while the guard exists: `if lock.try_lock().await?.is_some() { .. }` releases it before the
-    /// block. Bind it (`if let Some(guard) = ..`), or use [`try_run`](Self::try_run).
+    /// The lock is held while the guard exists: `if lock.try_lock().await?.is_some() { .. }`
+    /// releases it before the block. Bind it (`if let Some(guard) = ..`), or use
+    /// [`try_run`](Self::try_run).
     ///
     /// ```no_run
     /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
@@ -332,8 +333,8 @@ impl ReentrantLock {
     /// renewal.
     ///
     /// It reads which owner holds the lock and frees that owner's tenure, so a call that is sent
-    /// twice because a reply was lost frees no other owner's. Only if another owner holds the lock at each
-    /// inspection, it frees the lock whatever its owner, with a call that is sent once.
+    /// twice because a reply was lost frees no other owner's. Only if another owner holds the lock
+    /// at each inspection, it frees the lock whatever its owner, with a call that is sent once.
     ///
     /// # Errors
     /// * [`Error::Server`]: the key holds another type, and stays.

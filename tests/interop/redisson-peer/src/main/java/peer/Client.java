@@ -34,12 +34,12 @@ final class Client {
 
     /** The UUID in OWNER: getId() where there is one, otherwise (3.8.1) the connection manager's. */
     private static String idOf(RedissonClient redisson) throws ReflectiveOperationException {
-        Object holder = redisson;
+        Object source = redisson;
         try {
             redisson.getClass().getMethod("getId");
         } catch (NoSuchMethodException e) {
-            holder = redisson.getClass().getMethod("getConnectionManager").invoke(redisson);
+            source = redisson.getClass().getMethod("getConnectionManager").invoke(redisson);
         }
-        return holder.getClass().getMethod("getId").invoke(holder).toString();
+        return source.getClass().getMethod("getId").invoke(source).toString();
     }
 }
