@@ -735,11 +735,8 @@ async fn run_and_run_with_are_send_in_spawn_and_survive_panics() {
         let lock = lock.clone();
         let panicked = tokio::spawn(async move {
             match kind {
-                0 => lock.run(async { panic!("on purpose") }).await.map(|()| ()),
-                1 => lock
-                    .run_with(async |_| panic!("on purpose"))
-                    .await
-                    .map(|()| ()),
+                0 => lock.run(async { panic!("on purpose") }).await,
+                1 => lock.run_with(async |_| panic!("on purpose")).await,
                 _ => lock
                     .try_lock_for(LIMIT)
                     .run(async { panic!("on purpose") })
