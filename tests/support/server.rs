@@ -279,7 +279,15 @@ impl Server {
 
     fn connect(&self) -> redis::RedisResult<redis::Connection> {
         let client = redis::Client::open(self.url.as_str())?;
-        let connection = client.get_connection_with_timeout(REPLY_LIMIT)?;
+        // A signal to this process may interrupt the system call.
+        let is_interrupted =
+            |error: &redis::RedisError| error.to_string().contains("Interrupted system call");
+        let connection = loop {
+            match client.get_connection_with_timeout(REPLY_LIMIT) {
+                Err(error) if is_interrupted(&error) => {}
+                connected => break connected?,
+            }
+        };
         connection.set_read_timeout(Some(REPLY_LIMIT))?;
         connection.set_write_timeout(Some(REPLY_LIMIT))?;
         Ok(connection)
