@@ -302,7 +302,7 @@ async fn server_paused_or_busy_within_lease_loses_no_lock() {
         .exec(&mut redis)
         .unwrap();
     for busy in [false, true] {
-        let client = watchdog(5_000)
+        let client = watchdog(12_000)
             .command_timeout(ms(500))
             .connect(&server.url())
             .await
@@ -330,14 +330,14 @@ async fn server_paused_or_busy_within_lease_loses_no_lock() {
         } else {
             cmd("CLIENT")
                 .arg("PAUSE")
-                .arg(2_500)
+                .arg(6_000)
                 .exec(&mut redis)
                 .unwrap();
         }
         // The attempt begins during the pause, which lasts longer than the command timeout and a
         // renewal period.
         let fresh = rival(&client, &unique("stock"));
-        sleep(ms(2_500)).await;
+        sleep(ms(6_000)).await;
         if let Some(script) = script {
             assert!(!fresh.is_finished());
             cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
@@ -345,7 +345,7 @@ async fn server_paused_or_busy_within_lease_loses_no_lock() {
         }
         granted(fresh).await.1.unlock().await.unwrap();
         // Beyond the end of the lease that was last confirmed before.
-        sleep(ms(2_500)).await;
+        sleep(ms(6_000)).await;
         assert!(!guard.is_lost() && !next.is_finished());
         assert_eq!(count(&mut redis, &name), 1);
         guard.unlock().await.unwrap();

@@ -23,7 +23,7 @@ use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
 /// Far longer than a release takes, far shorter than the leases of [`quiet`].
-const SOON: Duration = Duration::from_secs(10);
+const SOON: Duration = Duration::from_secs(20);
 const LEASE: Duration = Duration::from_secs(600);
 /// The shortest watchdog timeout within which a busy machine renews reliably.
 const WATCHDOG: Duration = Duration::from_secs(6);

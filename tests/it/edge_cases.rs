@@ -803,7 +803,7 @@ async fn detached_loss_is_reported_once() {
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::builder()
-        .watchdog_timeout(ms(300))
+        .watchdog_timeout(ms(6_000))
         .connect(&server.url())
         .await
         .unwrap();

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::support::server::{Server, unique};
 use redisson_lock::{LockClient, Owner, ReentrantLock};
 
-const BRIEF: Duration = Duration::from_millis(300);
+const BRIEF: Duration = Duration::from_millis(1_000);
 
 const OWN_LOCK: &str = "a task waits for a lock that it holds itself under another owner";
 const LONG_WAIT: &str =

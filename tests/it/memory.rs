@@ -126,14 +126,8 @@ async fn detached_hold() {
     let take = async |count: usize| -> Vec<LockGuard> {
         let mut guards = Vec::new();
         for _ in 0..count {
-            guards.push(
-                client
-                    .lock(unique("stock"))
-                    .lock()
-                    .lease(Duration::from_secs(1))
-                    .await
-                    .unwrap(),
-            );
+            let lock = client.lock(unique("stock"));
+            guards.push(granted(&lock, Duration::from_secs(1)).await);
         }
         guards
     };
