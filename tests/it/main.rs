@@ -3,6 +3,7 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod accounting;
 mod acl;
 mod adverse_conditions;
 mod arbitrary_input;
@@ -10,12 +11,12 @@ mod auto_traits;
 mod cancellation;
 mod client_name;
 mod connect;
+mod connect_refusals;
 mod connect_retry;
 mod deadlock;
 mod deadlock_detection;
 mod detached_holds;
 mod docs;
-mod edge_cases;
 mod error_messages;
 mod errors;
 mod force_unlock;
@@ -37,6 +38,7 @@ mod renewal;
 mod replies;
 mod run;
 mod runtime;
+mod runtime_end;
 mod scripts;
 mod shutdown;
 mod shutdown_pending_operations;
