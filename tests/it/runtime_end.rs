@@ -1,4 +1,4 @@
-//! The end of a client's runtime with operations, guards and losses in flight, and use outside tokio.
+//! The end of a client's runtime with operations, guards and losses in flight; use outside tokio.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
