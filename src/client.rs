@@ -44,10 +44,9 @@ use crate::wakeup::{self, Wakeups, reconcile};
 ///
 /// The connections and the watchdog run on the tokio runtime in which `connect` was called. Locks,
 /// requests and guards can be used from any runtime (with timers), thread or executor while that
-/// runtime runs.
-/// Once it has ended, each operation fails with [`Error::NoRuntime`], and each lock that was held
-/// is lost with [`LostReason::RuntimeEnded`]: a client in a `static` belongs to the runtime that
-/// connected it, and `#[tokio::test]` makes a runtime for each test.
+/// runtime runs. Once it has ended, each operation fails with [`Error::NoRuntime`], and each lock
+/// that was held is lost with [`LostReason::RuntimeEnded`]: a client in a `static` belongs to the
+/// runtime that connected it, and `#[tokio::test]` makes a runtime for each test.
 ///
 /// When the last clone, lock and guard are dropped, the client completes its pending releases and
 /// ends; [`shutdown`](Self::shutdown) does that at a moment of your choice, and waits. Call it

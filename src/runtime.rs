@@ -1,4 +1,5 @@
-//! The tokio runtime on which a client connected, and what becomes of operations without it.
+//! The tokio runtime on which a client connected: how operations work outside it, and how they end
+//! with it.
 
 use std::any::Any;
 use std::future::poll_fn;
@@ -31,7 +32,7 @@ impl Runtime {
         let handle = Handle::try_current().map_err(|_| Error::NoRuntime {
             problem: "connect was called outside a tokio runtime",
         })?;
-        // There is no other way to ask.
+        // tokio has no function that tells whether a runtime has timers: without them this panics.
         catch_unwind(|| drop(tokio::time::sleep(Duration::ZERO))).map_err(|_| {
             Error::NoRuntime {
                 problem: "the runtime has no timers: build it with enable_all()",
@@ -74,7 +75,7 @@ impl Runtime {
             return Some(run());
         }
         let _entered = self.handle.enter();
-        // A timer that is used while its runtime ends panics.
+        // A timer that is used while its runtime ends panics; the flag may be set a moment later.
         match catch_unwind(AssertUnwindSafe(run)) {
             Ok(output) => Some(output),
             Err(panic) if is_of_ending_runtime(&*panic) => None,
@@ -115,7 +116,7 @@ impl Drop for Sentinel {
     }
 }
 
-/// Whether this is the panic of tokio's timers in a runtime that ends.
+/// Whether this is the panic of tokio's timers in a runtime that ends. Only its text tells.
 fn is_of_ending_runtime(panic: &(dyn Any + Send)) -> bool {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied());

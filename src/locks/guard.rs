@@ -250,6 +250,7 @@ impl<F: Future> Future for Guarded<F> {
                 // What was finished after the loss was not guarded to its end.
                 this.lease.lost().map_or(Ok(output), Err)
             }
+            // Only a caller that breaks the contract of `Future` comes here: a panic, not a hang.
             (None, None) => panic!("a guarded future was polled after its completion"),
         };
         this.future.set(None);
