@@ -148,7 +148,7 @@ pub enum Error {
     /// The client settles it in the background: it releases what an acquire may have acquired, and
     /// it repeats a release until the server answers or the lease has expired. Until then other
     /// owners may find the lock held. After an acquire call again: it waits for the settlement.
-    /// After an unlock there is nothing to do.
+    /// After an unlock there is nothing to do: do not call it again, it would release another hold.
     #[error("unknown outcome {step} lock {lock:?}: {detail}")]
     #[non_exhaustive]
     OutcomeUnknown {
@@ -208,14 +208,18 @@ impl Error {
     }
 
     /// Whether the same call may succeed later with nothing changed in the program: after
-    /// contention, a time limit, trouble with the connection, an unknown outcome, or a server error
-    /// that is [transient](ServerError::is_transient).
+    /// contention, a time limit, an error of the connection, an unknown outcome of another step
+    /// than a release, or a server error that is [transient](ServerError::is_transient).
     ///
-    /// It is `false` for [`Error::Lost`]: the work under the lock has to be checked first.
+    /// It is `false` for [`Error::Lost`]: the work under the lock has to be checked first. It is
+    /// `false` for [`Error::OutcomeUnknown`] with [`Step::Release`], too: the client repeats the
+    /// release by itself, and a second unlock would release another hold of the owner.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
-            Self::AcquireTimeout { .. } | Self::OutcomeUnknown { .. } => true,
+            Self::AcquireTimeout { .. } => true,
+            // The background repeats a release. A second one would release another hold.
+            Self::OutcomeUnknown { step, .. } => *step != Step::Release,
             // Another service at that address will not become a server.
             Self::Connection { error, .. } => error.kind() != std::io::ErrorKind::InvalidData,
             Self::Timeout { step, .. } => *step != Step::Shutdown,
@@ -343,6 +347,11 @@ mod tests {
             lock: Some(lock()),
             address: None,
         };
+        let unknown = |step| Error::OutcomeUnknown {
+            lock: lock(),
+            step,
+            detail: String::new(),
+        };
         let server = |message: &str| Error::Server {
             lock: Some(lock()),
             address: None,
@@ -371,14 +380,9 @@ mod tests {
                 },
                 [true, false, false, true],
             ),
-            (
-                Error::OutcomeUnknown {
-                    lock: lock(),
-                    step: Step::Release,
-                    detail: String::new(),
-                },
-                [false, false, true, true],
-            ),
+            (unknown(Step::Acquire), [false, false, true, true]),
+            (unknown(Step::ForceUnlock), [false, false, true, true]),
+            (unknown(Step::Release), [false, false, false, true]),
             (
                 Error::NotHeld {
                     lock: lock(),

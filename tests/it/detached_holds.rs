@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::support::observe::{exists, hold_count, pttl};
 use crate::support::server::{Server, unique, wait_until_async};
 use futures::poll;
-use redisson_lock::{Error, LockClient, Owner, OwnerExt};
+use redisson_lock::{Error, LockClient, Owner, OwnerExt, OwnerPolicy, Step};
 use tokio::time::sleep;
 
 const SOON: Duration = Duration::from_secs(10);
@@ -214,4 +214,46 @@ async fn refused_unlock_keeps_renewal_of_owners_guard() {
     })
     .await;
     assert!(!exists(&mut redis, &name));
+}
+
+/// A loop that repeats an unlock for as long as its errors are retryable. A release whose reply is
+/// missing is repeated by the background: repeating it here would release the outer hold.
+#[tokio::test(flavor = "multi_thread")]
+async fn unlock_repeated_while_errors_are_retryable_keeps_outer_hold() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .owner_policy(OwnerPolicy::PerTask)
+        .command_timeout(ms(200))
+        .retry_timeout(ms(200))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("stock"));
+    let owner = lock.lock().await.unwrap().detach();
+    let _ = lock.lock().await.unwrap().detach();
+    server.pause();
+    let unlocked = loop {
+        match lock.unlock().await {
+            Err(error) if error.is_retryable() => continue,
+            unlocked => break unlocked,
+        }
+    };
+    server.resume();
+    assert!(
+        matches!(
+            unlocked,
+            Err(Error::OutcomeUnknown {
+                step: Step::Release,
+                ..
+            })
+        ),
+        "{unlocked:?}"
+    );
+    // It waits for the release, which the background completes.
+    let again = lock.lock().await.unwrap();
+    assert_eq!(again.hold_count(), 2, "the outer hold was released, too");
+    assert_eq!(lock.hold_count_of(owner).await, Ok(2));
+    again.unlock().await.unwrap();
+    lock.unlock().await.unwrap();
+    assert_eq!(lock.inspect().await, Ok(None));
 }
