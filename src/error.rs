@@ -123,14 +123,15 @@ pub enum Error {
         /// Host and port of the server, if the server did not answer.
         address: Option<String>,
     },
-    /// The current owner does not hold the lock, or each of its holds belongs to a guard. Unlock
-    /// the guard, or unlock as the owner that holds the lock.
+    /// The current owner does not hold the lock, or it has no detached hold: each of its holds
+    /// belongs to a guard, or is being released. Unlock the guard, or unlock as the owner that
+    /// holds the lock.
     #[error("cannot unlock lock {lock:?}: {problem}")]
     #[non_exhaustive]
     NotHeld {
         /// The lock's name.
         lock: String,
-        /// Which owner does not hold it.
+        /// Which owner does not hold it, or has no detached hold.
         problem: String,
     },
     /// The lock was held and is not held any more. Another owner may have held it since. Check, or

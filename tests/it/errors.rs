@@ -400,7 +400,7 @@ async fn unlock_without_a_hold_says_which_owner_lacks_it() {
     assert_error(
         lock.unlock().with_owner(owner).await,
         is,
-        &format!("cannot unlock lock {name:?}: each hold of {field} belongs to a guard"),
+        &format!("cannot unlock lock {name:?}: {field} has no detached hold"),
     );
 }
 

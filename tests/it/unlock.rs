@@ -487,3 +487,34 @@ async fn tasks_unlock_detached_holds_concurrently() {
     .await;
     assert!(!lock.is_locked().await.unwrap());
 }
+
+/// The only detached hold is being released, so there is no other one, and no guard either.
+#[tokio::test(flavor = "multi_thread")]
+async fn unlock_while_release_is_pending_reports_no_detached_hold() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .command_timeout(Duration::from_millis(200))
+        .retry_timeout(Duration::from_millis(200))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("stock"));
+    Owner::scope(async {
+        let owner = lock.lock().await.unwrap().detach();
+        server.pause();
+        let unknown = lock.unlock().await;
+        assert!(
+            matches!(unknown, Err(Error::OutcomeUnknown { .. })),
+            "{unknown:?}"
+        );
+        let error = lock.unlock().await.unwrap_err();
+        server.resume();
+        let text = format!(
+            "cannot unlock lock {:?}: {}:{owner} has no detached hold",
+            lock.name(),
+            client.client_id()
+        );
+        assert_eq!(error.to_string(), text);
+    })
+    .await;
+}

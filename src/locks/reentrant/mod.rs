@@ -396,7 +396,7 @@ impl ReentrantLock {
             None if lease.base() > 0 => self.unlock_unrecorded(ident).await,
             None => Err(Error::NotHeld {
                 lock: ident.lock(),
-                problem: format!("each hold of {} belongs to a guard", ident.owner_field()),
+                problem: format!("{} has no detached hold", ident.owner_field()),
             }),
         }
     }
