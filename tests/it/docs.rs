@@ -330,3 +330,34 @@ fn tests_named_in_safety_md_exist() {
     assert!(count > 100, "only {count} names were found");
     assert!(missing.is_empty(), "{missing:?}");
 }
+
+/// The benchmarks are a package of their own, so a command without it finds no benchmark.
+#[test]
+fn bench_commands_name_the_package_and_a_benchmark() {
+    let manifest = read("benches/Cargo.toml");
+    let package = manifest
+        .lines()
+        .find_map(|line| line.strip_prefix("name = "));
+    let package = format!("--package {}", package.unwrap().trim_matches('"'));
+    let mut wrong = Vec::new();
+    let mut count = 0;
+    for document in documents() {
+        for line in read(&document).lines() {
+            let Some((_, command)) = line.split_once("cargo bench") else {
+                continue;
+            };
+            count += 1;
+            let words: Vec<_> = command.split_whitespace().collect();
+            let bench = words.iter().position(|word| *word == "--bench");
+            let exists = bench.is_none_or(|at| {
+                let target = words.get(at + 1).copied().unwrap_or_default();
+                manifest.contains(&format!("[[bench]]\nname = \"{target}\"\n"))
+            });
+            if !command.contains(&package) || !exists {
+                wrong.push(format!("{}: {line}", document.display()));
+            }
+        }
+    }
+    assert!(count >= 3, "only {count} commands were found");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
