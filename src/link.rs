@@ -8,7 +8,7 @@ use std::fmt;
 
 use bytes::Bytes;
 
-use crate::error::ServerError;
+use crate::error::{ConnectionError, ServerError};
 
 mod client;
 mod connection;
@@ -64,8 +64,8 @@ impl Reply {
 pub(crate) enum Failure {
     /// The server replied with an error.
     Server(ServerError),
-    /// The call was never sent.
-    NotSent(String),
+    /// The call was never sent, because there is no connection.
+    NotSent(ConnectionError),
     /// The client was shut down, so the call was not sent.
     Closed,
     /// The call was sent, or may have been sent, and has no reply. It may have run, or may still

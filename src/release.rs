@@ -370,7 +370,7 @@ async fn told_to_leave(
         }
         if !failure.is_transient() || !patience.pause().await {
             break Err(match failure {
-                Failure::NotSent(detail) if repeated => Failure::Unknown(detail),
+                Failure::NotSent(error) if repeated => Failure::Unknown(error.to_string()),
                 Failure::Server(error)
                     if repeated && error.kind() != ServerErrorKind::WrongType =>
                 {

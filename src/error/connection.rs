@@ -2,6 +2,8 @@
 
 use std::{fmt, io};
 
+use super::Error;
+
 /// Why a connection failed: the source of [`Error::Connection`](crate::Error::Connection).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionError {
@@ -11,8 +13,9 @@ pub struct ConnectionError {
 
 impl ConnectionError {
     /// The kind of I/O error, as the operating system reported it; [`io::ErrorKind::InvalidData`]
-    /// if another service than Redis or Valkey answers; [`io::ErrorKind::Other`] if none was
-    /// reported.
+    /// if another service than Redis or Valkey answers; [`io::ErrorKind::TimedOut`] if a connection
+    /// was lost and the server does not answer the attempts to replace it;
+    /// [`io::ErrorKind::Other`] if none was reported.
     #[must_use]
     pub fn kind(&self) -> io::ErrorKind {
         self.kind
@@ -56,6 +59,20 @@ impl From<String> for ConnectionError {
         Self {
             kind: io::ErrorKind::Other,
             message,
+        }
+    }
+}
+
+/// Why an attempt to connect failed, for the operations that wait for the connection.
+impl From<Error> for ConnectionError {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Connection { error, .. } => error,
+            Error::Timeout { .. } => Self {
+                kind: io::ErrorKind::TimedOut,
+                message: error.to_string(),
+            },
+            error => error.to_string().into(),
         }
     }
 }

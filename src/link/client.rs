@@ -18,7 +18,7 @@ use super::frames::read;
 use super::settings::Reconnect;
 use super::supervisor::{Identity, identify, supervise};
 use super::{Call, Failure, Reply, Settings, Source};
-use crate::error::{Error, ServerError, ServerErrorKind};
+use crate::error::{ConnectionError, Error, ServerError, ServerErrorKind};
 use crate::stats::Counters;
 
 /// The connection for calls. The link replaces it when it is lost or not trusted any more.
@@ -48,6 +48,8 @@ pub(super) struct Shared {
     /// Notifies callers of a new connection, or of the end of the link.
     pub(super) ready: Notify,
     pub(super) counters: Arc<Counters>,
+    /// Why the last attempt to replace the connection failed; `None` while there is a connection.
+    pub(super) unreachable: Mutex<Option<ConnectionError>>,
     /// When a call got its last reply.
     pub(super) replied: Mutex<Instant>,
     /// The next ticket.
@@ -107,6 +109,7 @@ impl Link {
             distrust_signal: Notify::new(),
             ready: Notify::new(),
             counters,
+            unreachable: Mutex::new(None),
             replied: Mutex::new(Instant::now()),
             tickets: AtomicU64::new(1),
             closed: AtomicBool::new(false),
@@ -250,9 +253,12 @@ impl Shared {
         tokio::time::timeout(limit, replaced)
             .await
             .unwrap_or_else(|_| {
-                Err(Failure::NotSent(
-                    "the connection is lost and not replaced yet".into(),
-                ))
+                let error = self.unreachable.lock().clone();
+                Err(Failure::NotSent(error.unwrap_or_else(|| {
+                    "the connection is lost and not replaced yet"
+                        .to_owned()
+                        .into()
+                })))
             })
     }
 
@@ -306,7 +312,7 @@ pub(super) async fn send_on(
                 Failure::Unknown(LOST.into())
             }
             ErrorKind::Backpressure | ErrorKind::Config | ErrorKind::InvalidArgument => {
-                Failure::NotSent(problem.to_string())
+                Failure::NotSent(problem.to_string().into())
             }
             _ => Failure::Unknown(problem.to_string()),
         })

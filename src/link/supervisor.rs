@@ -51,7 +51,8 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
         drop((old, current));
         // Counted from the last reply: when the connection was lost is not known.
         let replied = *shared.replied.lock();
-        let (connection, identity) = open_replacement(&shared.settings, &mut unfenced).await;
+        let (connection, identity) = open_replacement(&shared, &mut unfenced).await;
+        *shared.unreachable.lock() = None;
         add(&shared.counters.reconnects);
         tracing::info!(
             address = %shared.settings.address(),
@@ -69,9 +70,10 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
 
 /// Opens a new connection, and fences the old ones. Tries until both succeed.
 async fn open_replacement(
-    settings: &Settings,
+    shared: &Shared,
     unfenced: &mut Vec<Identity>,
 ) -> (Connection, Option<Identity>) {
+    let settings = &shared.settings;
     let mut pause = Duration::from_millis(5);
     let mut reported = false;
     // A try may hang where the next one succeeds, so the first limit is short. A slow server needs
@@ -93,11 +95,12 @@ async fn open_replacement(
                     }
                 }
             }
-            Err(error) if !reported => {
-                reported = true;
-                tracing::warn!(%error, "the server cannot be reached, connecting is tried again");
+            Err(error) => {
+                if !std::mem::replace(&mut reported, true) {
+                    tracing::warn!(%error, "the server cannot be reached, connecting is tried again");
+                }
+                *shared.unreachable.lock() = Some(error.into());
             }
-            Err(_) => {}
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(crate::retry::LONGEST);

@@ -75,7 +75,11 @@ pub(crate) fn error(failure: Failure, lock: &str, address: &str, unknown: Option
                 address: None,
                 error,
             },
-            Failure::NotSent(detail) | Failure::Unknown(detail) => Error::Connection {
+            Failure::NotSent(error) => Error::Connection {
+                address: address.to_owned(),
+                error,
+            },
+            Failure::Unknown(detail) => Error::Connection {
                 address: address.to_owned(),
                 error: detail.into(),
             },
@@ -86,7 +90,8 @@ pub(crate) fn error(failure: Failure, lock: &str, address: &str, unknown: Option
         Failure::Server(error) => {
             format!("a reply was lost, and the server refused the repeated call: {error}")
         }
-        Failure::NotSent(detail) | Failure::Unknown(detail) => format!("{address}: {detail}"),
+        Failure::NotSent(error) => format!("{address}: {error}"),
+        Failure::Unknown(detail) => format!("{address}: {detail}"),
     };
     Error::OutcomeUnknown { lock, step, detail }
 }

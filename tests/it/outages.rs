@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::support::observe::{channels, exists, expired, info, owner_counts, owner_field, pttl};
 use crate::support::proxy::{Flow, Proxy, Way};
-use crate::support::server::{Server, unique, wait_until};
+use crate::support::server::{Server, unique, wait_until, wait_until_async};
 use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LostReason, Owner, Step};
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{sleep, timeout};
@@ -521,4 +521,34 @@ async fn operations_wait_until_server_has_loaded_its_data() {
     );
     assert!(refused > 0, "the server never answered LOADING");
     assert!(!exists(&mut redis, &name));
+}
+
+/// After the first failed attempt to connect again, an operation reports why it failed.
+#[tokio::test(flavor = "multi_thread")]
+async fn operation_during_outage_reports_why_connecting_fails() {
+    let mut server = Server::start();
+    let client = quick()
+        .retry_timeout(ms(600))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("stock"));
+    lock.run(async {}).await.unwrap();
+    server.kill();
+    // The first one may have been sent on the connection that was lost.
+    let _ = lock.try_lock().await;
+    let error = lock.try_lock().await.unwrap_err();
+    let Error::Connection { error: source, .. } = &error else {
+        panic!("{error:?}")
+    };
+    assert_eq!(source.kind(), std::io::ErrorKind::ConnectionRefused);
+    let address = format!("127.0.0.1:{}", server.port());
+    let text = format!("no connection to {address}: Connection refused");
+    assert_eq!(error.to_string(), text);
+    server.restart();
+    wait_until_async("the server answers", SOON, || async {
+        lock.is_locked().await.is_ok()
+    })
+    .await;
+    lock.run(async {}).await.unwrap();
 }
