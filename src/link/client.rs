@@ -305,11 +305,18 @@ pub(super) async fn send_on(
     outcome
         .map_err(|problem| match problem.kind() {
             ErrorKind::Timeout => Failure::Unknown("no reply within the command timeout".into()),
-            // This is how the client library reports that the driver has ended.
-            ErrorKind::Canceled | ErrorKind::Unknown
-                if problem.details().contains("channel closed") =>
-            {
+            // This is how the client library reports that the connection was closed, or that the
+            // driver has ended.
+            ErrorKind::Canceled => Failure::Unknown(LOST.into()),
+            ErrorKind::Unknown if problem.details().contains("channel closed") => {
                 Failure::Unknown(LOST.into())
+            }
+            ErrorKind::IO => {
+                let error = ConnectionError::from_debug(problem.details());
+                Failure::Unknown(match error.kind() {
+                    std::io::ErrorKind::Other => LOST.into(),
+                    _ => format!("{LOST}: {error}"),
+                })
             }
             ErrorKind::Backpressure | ErrorKind::Config | ErrorKind::InvalidArgument => {
                 Failure::NotSent(problem.to_string().into())

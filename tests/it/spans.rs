@@ -7,6 +7,7 @@ use redisson_lock::LockClient;
 use tracing::Level;
 
 use crate::support::log::Log;
+use crate::support::proxy::Proxy;
 use crate::support::server::{Server, unique, wait_until_async};
 
 const LIMIT: Duration = Duration::from_secs(10);
@@ -97,4 +98,30 @@ async fn shutdown_after_dropped_guards_reports_no_loss() {
     );
     let left: usize = cmd("DBSIZE").query(&mut server.connection()).unwrap();
     assert_eq!(left, 0, "each guard was released");
+}
+
+#[tokio::test]
+async fn replaced_connection_event_has_a_reason_of_this_library() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let client = LockClient::connect(&proxy.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    lock.is_locked().await.unwrap();
+    let log = Log::capture();
+    proxy.stall();
+    let asking = async { lock.is_locked().await };
+    let closing = async {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        proxy.close_now();
+        proxy.deliver();
+    };
+    let (asked, ()) = tokio::join!(asking, closing);
+    asked.unwrap();
+    let events = log.with("the connection is replaced");
+    assert_eq!(events.len(), 1, "{events:?}");
+    assert_eq!(
+        events[0].fields["reason"],
+        "the connection was lost before the reply"
+    );
+    client.shutdown().await.unwrap();
 }
