@@ -131,7 +131,7 @@ impl<T> Drop for Answer<T> {
             Some(Err(error)) => {
                 add(&self.core.counters.failed_releases);
                 let lock = self.ident.lock();
-                tracing::warn!(lock, %error, "a hold could not be released, its lease will expire");
+                tracing::warn!(%lock, %error, "a hold could not be released, its lease will expire");
             }
         }
     }

@@ -196,7 +196,7 @@ impl LockGuard {
     pub(crate) fn guarded<F: Future>(&self, future: F) -> Guarded<F> {
         let span = tracing::debug_span!(
             "run",
-            lock = self.name(),
+            lock = %self.name(),
             owner = %self.hold.entry.ident.owner_field(),
         );
         Guarded {

@@ -4,8 +4,9 @@ use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::support::server::{Server, unique};
+use crate::support::server::{Server, unique, wait_until_async};
 use redisson_lock::{LockClient, Owner, ReentrantLock};
+use tracing_subscriber::fmt::format::FmtSpan;
 
 const BRIEF: Duration = Duration::from_millis(1_000);
 
@@ -33,14 +34,20 @@ impl Log {
         let writer = self.clone();
         let subscriber = tracing_subscriber::fmt()
             .with_ansi(false)
+            .with_max_level(tracing::Level::DEBUG)
+            .with_span_events(FmtSpan::CLOSE)
             .with_writer(move || writer.clone())
             .finish();
         tracing::subscriber::set_default(subscriber)
     }
 
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+
     fn warnings(&self) -> String {
-        let text = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
-        text.lines()
+        self.text()
+            .lines()
             .filter(|line| line.contains("WARN"))
             .map(|line| format!("{line}\n"))
             .collect()
@@ -233,4 +240,55 @@ async fn refused_renewal_is_not_reported_as_outage() {
         "{text}"
     );
     client.shutdown().await.unwrap();
+}
+
+/// The field `lock` is written in one way, so that one filter finds each event about a lock.
+#[tokio::test]
+async fn lock_is_printed_without_quotes_in_events_and_spans() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .command_timeout(BRIEF / 5)
+        .retry_timeout(BRIEF / 5)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let log = Log::default();
+    let _recording = log.record();
+    let name = unique("stock");
+    let lock = client.lock(&name);
+    lock.run(async {}).await.unwrap();
+    // A release that the server refuses, of a guard and of `run`.
+    let mut redis = server.connection();
+    let mut rights = |right: &str| {
+        redis::cmd("ACL")
+            .arg(&["SETUSER", "default", right])
+            .exec(&mut redis)
+            .unwrap()
+    };
+    let guard = lock.lock().await.unwrap();
+    rights("-del");
+    drop(guard);
+    wait_until_async("the release is refused", 10 * BRIEF, || async {
+        client.stats().failed_releases == 1
+    })
+    .await;
+    rights("+del");
+    lock.force_unlock().await.unwrap();
+    lock.run(async { rights("-del") }).await.unwrap();
+    rights("+del");
+    client.shutdown().await.unwrap();
+    let text = log.text();
+    for event in [
+        "a hold could not be released",
+        "a release was not confirmed",
+        "acquire{",
+        "run{",
+    ] {
+        let mut lines = text.lines().filter(|line| line.contains(event));
+        assert!(
+            lines.any(|line| line.contains(&format!("lock={name}"))),
+            "{event}: {text}"
+        );
+    }
+    assert!(!text.contains("lock=\""), "{text}");
 }
