@@ -46,18 +46,24 @@ pub enum Error {
         problem: &'static str,
     },
     /// The lease time is invalid. Nothing was sent. Pass a lease within the limits.
-    #[error("invalid lease time {lease:?}: {problem} (allowed: 1ms to 3650 days)")]
+    #[error(
+        "invalid lease time {lease:?}: {problem} (allowed: 1ms to 3650 days), for lock {lock:?}"
+    )]
     #[non_exhaustive]
     InvalidLease {
+        /// The lock's name.
+        lock: String,
         /// The lease time that was passed.
         lease: Duration,
         /// What is wrong with it.
         problem: &'static str,
     },
     /// The timeout is invalid. Nothing was sent. Leave it out to wait without limit.
-    #[error("invalid timeout {timeout:?}: longer than 3650 days")]
+    #[error("invalid timeout {timeout:?}: longer than 3650 days, for lock {lock:?}")]
     #[non_exhaustive]
     InvalidTimeout {
+        /// The lock's name.
+        lock: String,
         /// The timeout that was passed.
         timeout: Duration,
     },
@@ -229,11 +235,21 @@ impl Error {
         }
     }
 
-    /// The name of the lock that is concerned, if one is.
+    /// The name of the lock that is concerned.
+    ///
+    /// Always of [`InvalidName`](Self::InvalidName) (shortened, if it is long),
+    /// [`InvalidLease`](Self::InvalidLease), [`InvalidTimeout`](Self::InvalidTimeout),
+    /// [`AcquireTimeout`](Self::AcquireTimeout), [`WouldDeadlock`](Self::WouldDeadlock),
+    /// [`NotHeld`](Self::NotHeld), [`Lost`](Self::Lost) and
+    /// [`OutcomeUnknown`](Self::OutcomeUnknown). Of [`Timeout`](Self::Timeout) and
+    /// [`Server`](Self::Server) if the step concerns a lock: `None` from `connect` and `shutdown`.
+    /// `None` of the others, [`Connection`](Self::Connection) included: they concern the client.
     #[must_use]
     pub fn lock(&self) -> Option<&str> {
         match self {
             Self::InvalidName { name: lock, .. }
+            | Self::InvalidLease { lock, .. }
+            | Self::InvalidTimeout { lock, .. }
             | Self::AcquireTimeout { lock, .. }
             | Self::WouldDeadlock { lock, .. }
             | Self::NotHeld { lock, .. }

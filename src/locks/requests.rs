@@ -221,11 +221,22 @@ impl Options {
         let keys = self.keys?;
         let mode = match self.lease {
             None => Mode::Watchdog,
-            Some(lease) => Mode::Fixed(LeaseTime::new(lease)?),
+            Some(lease) => {
+                Mode::Fixed(
+                    LeaseTime::new(lease).map_err(|problem| Error::InvalidLease {
+                        lock: keys.display(),
+                        lease,
+                        problem,
+                    })?,
+                )
+            }
         };
         let wait = match self.timeout {
             None => WaitTime::Unlimited,
-            Some(timeout) => WaitTime::new(timeout)?,
+            Some(timeout) => WaitTime::new(timeout).ok_or_else(|| Error::InvalidTimeout {
+                lock: keys.display(),
+                timeout,
+            })?,
         };
         let owner = self.core.config.owner_policy.current();
         let ident = self.core.ident(&keys, owner.unwrap_or_else(Owner::new));

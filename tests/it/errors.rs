@@ -233,7 +233,10 @@ async fn invalid_names_leases_and_timeouts_are_refused() {
             "18446744073709551615.999999999s: longer than 3650 days",
         ),
     ] {
-        let text = format!("invalid lease time {problem} (allowed: 1ms to 3650 days)");
+        let text = format!(
+            "invalid lease time {problem} (allowed: 1ms to 3650 days), for lock {:?}",
+            lock.name()
+        );
         assert_error(lock.lock().lease(lease).await, is_lease, &text);
         assert_error(lock.try_lock().lease(lease).await, is_lease, &text);
         assert_error(
@@ -242,9 +245,18 @@ async fn invalid_names_leases_and_timeouts_are_refused() {
             &text,
         );
     }
-    let text = "invalid timeout 315446400s: longer than 3650 days";
-    assert_error(lock.lock().timeout(3651 * DAY).await, is_timeout, text);
-    assert_error(lock.try_lock_for(3651 * DAY).await, is_timeout, text);
+    let text = format!(
+        "invalid timeout 315446400s: longer than 3650 days, for lock {:?}",
+        lock.name()
+    );
+    assert_error(lock.lock().timeout(3651 * DAY).await, is_timeout, &text);
+    assert_error(lock.try_lock_for(3651 * DAY).await, is_timeout, &text);
+    for error in [
+        lock.try_lock().lease(Duration::ZERO).await.unwrap_err(),
+        lock.try_lock_for(3651 * DAY).await.unwrap_err(),
+    ] {
+        assert_eq!(error.lock(), Some(lock.name()));
+    }
 }
 
 #[tokio::test]
