@@ -213,6 +213,7 @@ impl Waiter {
             (Duration::ZERO, Some(message)) if !self.patience.is_zero() => Err(Error::Server {
                 lock: Some(self.entry.ident.lock()),
                 address: None,
+                database: None,
                 error: message.into(),
             }),
             (Duration::ZERO, None) if !self.patience.is_zero() => Err(Error::Connection {

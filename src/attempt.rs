@@ -235,6 +235,7 @@ fn next(ident: &Ident, count: i64) -> Result<i64, Error> {
         .ok_or_else(|| Error::Server {
             lock: Some(ident.lock()),
             address: None,
+            database: None,
             error: format!("ERR the hold count is at its limit: {count}").into(),
         })
 }

@@ -69,7 +69,8 @@ impl LockClient {
     ///   a password.
     /// * [`Error::Connection`], [`Error::Timeout`] with [`Step::Connect`]: the server cannot be
     ///   reached. [`LockClientBuilder::connect_retry`] waits for it.
-    /// * [`Error::Server`]: the server refused the user, the password or the database.
+    /// * [`Error::Server`]: the server refused the user, the password or the database. With a
+    ///   number other than 0 the user needs the right to `SELECT`.
     /// * [`Error::UnsupportedServer`]: the server is a cluster or a sentinel, or too old.
     /// * [`Error::NoRuntime`]: it was called outside a tokio runtime.
     ///

@@ -167,13 +167,16 @@ pub enum Error {
         detail: String,
     },
     /// The server refused a command. [`ServerError::kind`] says what has to change first.
-    #[error("server error{}: {error}", of(.lock, .address))]
+    #[error("server error{}: {error}", of(.lock, .address, .database))]
     #[non_exhaustive]
     Server {
         /// The lock's name, if a lock is concerned.
         lock: Option<String>,
         /// Host and port of the server, if it refused to connect.
         address: Option<String>,
+        /// The number of the database, if the server refused to select it: it has fewer databases,
+        /// or the user lacks the right to `SELECT`. Correct the number in the URL, or the right.
+        database: Option<u8>,
         /// The server's answer.
         #[source]
         error: ServerError,
@@ -342,11 +345,12 @@ fn target(lock: &Option<String>, address: &Option<String>) -> String {
     }
 }
 
-fn of(lock: &Option<String>, address: &Option<String>) -> String {
-    match (lock, address) {
-        (Some(lock), _) => format!(" on lock {lock:?}"),
-        (None, Some(address)) => format!(" from {address}"),
-        (None, None) => String::new(),
+fn of(lock: &Option<String>, address: &Option<String>, database: &Option<u8>) -> String {
+    match (lock, address, database) {
+        (Some(lock), ..) => format!(" on lock {lock:?}"),
+        (None, Some(address), Some(database)) => format!(" from {address}, database {database}"),
+        (None, Some(address), None) => format!(" from {address}"),
+        (None, None, _) => String::new(),
     }
 }
 
@@ -372,6 +376,7 @@ mod tests {
         let server = |message: &str| Error::Server {
             lock: Some(lock()),
             address: None,
+            database: None,
             error: message.into(),
         };
         let connection = |error| Error::Connection {

@@ -62,6 +62,7 @@ impl Connection {
             Ok(Err(problem)) if is_server_error(&problem) => Err(Error::Server {
                 lock: None,
                 address: Some(settings.address()),
+                database: refused_database(settings, &problem),
                 error: problem.details().into(),
             }),
             Ok(Err(problem)) if *problem.kind() == ErrorKind::Timeout => Err(timed_out),
@@ -146,6 +147,13 @@ impl Connection {
         // If the server does not confirm it, dropping the connection closes it.
         let _ = timeout(Duration::from_millis(500), self.client.quit()).await;
     }
+}
+
+/// The database, if the problem is that the server refused to select it.
+fn refused_database(settings: &Settings, problem: &fred::error::Error) -> Option<u8> {
+    let details = problem.details().to_ascii_lowercase();
+    let is_about_select = details.contains("db index") || details.contains("'select'");
+    settings.database().filter(|_| is_about_select)
 }
 
 /// Whether the server is older than 6.0, which does not know the command.

@@ -137,6 +137,11 @@ impl Settings {
             .join(", ")
     }
 
+    /// The number of the database, if it is not 0.
+    pub(super) fn database(&self) -> Option<u8> {
+        self.config.database
+    }
+
     pub(super) fn connect_timeout(&self) -> Duration {
         self.connect_timeout
     }

@@ -73,6 +73,7 @@ pub(crate) fn error(failure: Failure, lock: &str, address: &str, unknown: Option
             Failure::Server(error) => Error::Server {
                 lock: Some(lock),
                 address: None,
+                database: None,
                 error,
             },
             Failure::NotSent(error) => Error::Connection {

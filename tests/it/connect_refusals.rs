@@ -4,7 +4,7 @@ use std::error::Error as _;
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use redisson_lock::{Error, LockClient};
+use redisson_lock::{Error, LockClient, ServerErrorKind};
 
 use crate::support::log::Log;
 use crate::support::observe::connections;
@@ -317,4 +317,42 @@ async fn query_with_an_at_sign_is_not_taken_for_a_password() {
         .await
         .unwrap_err();
     assert!(!error.to_string().contains("password is not"), "{error}");
+}
+
+/// A database that the server does not have, or that the user may not select, is named.
+#[tokio::test]
+async fn refused_database_is_named() {
+    let server = Server::start();
+    let address = format!("127.0.0.1:{}", server.port());
+    let user = [
+        "SETUSER", "app", "on", ">hidden7", "~*", "&*", "+@all", "-select",
+    ];
+    redis::cmd("ACL")
+        .arg(&user)
+        .exec(&mut server.connection())
+        .unwrap();
+    for (url, kind, start) in [
+        (
+            format!("redis://{address}/99"),
+            ServerErrorKind::Other,
+            format!("server error from {address}, database 99: ERR"),
+        ),
+        (
+            format!("redis://app:hidden7@{address}/1"),
+            ServerErrorKind::NoPermission,
+            format!("server error from {address}, database 1: NOPERM"),
+        ),
+    ] {
+        let error = LockClient::connect(&url).await.unwrap_err();
+        let text = error.to_string();
+        assert!(text.starts_with(&start), "{text}");
+        let Error::Server { error, .. } = &error else {
+            panic!("{error:?}")
+        };
+        assert_eq!(error.kind(), kind);
+    }
+    // A refusal of the user does not name the database.
+    let url = format!("redis://app:wrong@{address}/1");
+    let text = LockClient::connect(&url).await.unwrap_err().to_string();
+    assert!(!text.contains("database"), "{text}");
 }

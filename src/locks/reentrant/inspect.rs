@@ -72,6 +72,7 @@ impl Inspected {
             .ok_or_else(|| Error::Server {
                 lock: Some(keys.display()),
                 address: None,
+                database: None,
                 error: format!("ERR the hold count is not a number: {count:?}").into(),
             })?;
         let thread = thread_of(&owner, core.client_id);
@@ -88,6 +89,7 @@ impl Inspected {
             return Err(Error::Server {
                 lock: Some(keys.display()),
                 address: None,
+                database: None,
                 error,
             });
         }
