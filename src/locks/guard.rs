@@ -124,11 +124,13 @@ impl LockGuard {
     /// frees the lock.
     ///
     /// # Errors
-    /// * [`Error::Lost`]: the lock was lost while it was held. Another owner may have held it:
-    ///   check, or undo, what was done under it.
-    /// * [`Error::OutcomeUnknown`]: the server did not answer within the client's retry timeout.
-    ///   The release is repeated in the background. The work was done under the lock: the lease was
-    ///   valid when `unlock` was called.
+    /// * [`Error::Lost`]: the lock was lost while it was held, by
+    ///   [`LockClient::shutdown`](crate::LockClient::shutdown) also. Another owner may have held
+    ///   it: check, or undo, what was done under it.
+    /// * [`Error::OutcomeUnknown`]: the server did not answer within the client's retry timeout, or
+    ///   its command timeout if that is longer. The release is repeated in the background: there is
+    ///   nothing to repeat for the caller. The work was done under the lock: the lease was valid
+    ///   when `unlock` was called.
     /// * [`Error::Connection`], [`Error::Server`]: the server cannot be reached, or refused the
     ///   release. The lock stays held until its lease expires.
     /// * [`Error::NoRuntime`]: the runtime of the client has ended. The lock stays held until its
@@ -150,7 +152,8 @@ impl LockGuard {
     /// [`OwnerPolicy::PerTask`](crate::OwnerPolicy::PerTask)) it still is, and `unlock()` is
     /// enough. Where it was made for this acquisition, only the returned value knows it: keep it.
     ///
-    /// If the lock is lost while it has no guard, `unlock` reports that with [`Error::Lost`].
+    /// If the lock is lost while it has no guard, `unlock` reports that with [`Error::Lost`]; after
+    /// [`LockClient::shutdown`](crate::LockClient::shutdown) it returns [`Error::Closed`].
     ///
     /// ```no_run
     /// use redisson_lock::OwnerExt;

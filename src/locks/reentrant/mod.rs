@@ -236,12 +236,19 @@ impl ReentrantLock {
     /// [`OwnerPolicy::PerTask`](crate::OwnerPolicy::PerTask).
     ///
     /// # Errors
+    /// * [`Error::InvalidName`]: nothing was sent.
     /// * [`Error::NotHeld`]: there is no current owner, or it has no detached hold of this lock.
     /// * [`Error::Lost`]: the hold was lost. The client remembers the latest thousand detached
     ///   holds that were lost.
-    /// * [`Error::OutcomeUnknown`], [`Error::Connection`], [`Error::Server`], [`Error::Closed`],
-    ///   [`Error::NoRuntime`]: as for [`LockGuard::unlock`]. After `Server` the hold is still there
-    ///   and can be unlocked again; it is renewed no more.
+    /// * [`Error::OutcomeUnknown`]: as for [`LockGuard::unlock`]. Do not call it again: it would
+    ///   release another hold of the owner.
+    /// * [`Error::Connection`], [`Error::Server`]: as for [`LockGuard::unlock`]. After `Server` the
+    ///   hold is still there and can be unlocked again; it is renewed no more.
+    /// * [`Error::Closed`]: [`shutdown`](crate::LockClient::shutdown) was called. Nothing was sent,
+    ///   and the lock stays held until its lease expires. (The unlock of a guard returns
+    ///   [`Error::Lost`] then.)
+    /// * [`Error::NoRuntime`]: the runtime of the client has ended. The lock stays held until its
+    ///   lease expires.
     ///
     /// # Cancel safety
     /// What it has begun is finished in the background.
