@@ -70,6 +70,10 @@ impl WaitTime {
 /// Such a task waits forever, unless the code that holds the lock runs in another branch of the
 /// task (`join!`) and releases the lock.
 ///
+/// A request is checked once, when it begins to wait: `lock()` without a timeout or with one above
+/// zero, and `try_lock_for` with a time above zero. `try_lock()` and a zero timeout make one
+/// attempt and end, so they are not checked.
+///
 /// A hold counts for the task that acquired it, or that called
 /// [`LockGuard::run`](crate::LockGuard::run) last, also if its guard was passed to another task or
 /// if it was detached. Outside a tokio task the thread counts as the task.
@@ -95,8 +99,9 @@ pub enum DeadlockDetection {
     /// The client logs a warning and the task waits (the default).
     #[default]
     Warn,
-    /// The request fails with [`Error::WouldDeadlock`]. It also fails where another branch of the
-    /// same task would have released the lock.
+    /// The request fails with [`Error::WouldDeadlock`], also if it has a timeout above zero, and
+    /// also where another branch of the same task would have released the lock. `try_lock()` and a
+    /// request with a zero timeout do not wait, so they do not fail with it.
     Fail,
 }
 
