@@ -105,6 +105,10 @@ pub enum Error {
     /// The current task waits for a lock that it holds itself under another owner, and the client
     /// was built with [`DeadlockDetection::Fail`](crate::DeadlockDetection::Fail). Nothing of the
     /// request is left. Run the nested code in the scope of the owner that holds the lock.
+    ///
+    /// The text names the owner by its thread id. Behind
+    /// [`LockClient::client_id`](crate::LockClient::client_id) and a colon it is `CLIENT:THREAD`,
+    /// as in the log events and on the server.
     #[error(
         "deadlock: the current task holds lock {lock:?} as owner {owner} and waits for it as another owner"
     )]
