@@ -5,19 +5,23 @@
 //! cargo run --package redisson-lock-examples --example from_java
 //! ```
 
+// region: use
 use redisson_lock::{Error, LockClient, Owner, OwnerPolicy};
+// endregion
 
+// region: literal
 /// Line by line. The owner has to be the same in both functions: the task's, or a scope's.
 pub mod literal {
     use super::*;
 
-    // region: literal
     pub async fn place_order(redisson: &LockClient, id: u64) -> Result<u64, Error> {
         let lock = redisson.lock(format!("order:{id}")); // RLock lock = redisson.getLock("order:" + id);
         let _owner = lock.lock().await?.detach(); //        lock.lock();
         let placed = reserve(redisson, id).await; //        try { placed = reserve(id); }
-        lock.unlock().await?; //                            finally { lock.unlock(); }
-        placed //                                           return placed;
+        let unlocked = lock.unlock().await; //              finally { lock.unlock(); }
+        let placed = placed?; // An error of the work comes first.
+        unlocked?;
+        Ok(placed) //                                       return placed;
     }
 
     /// Locks again: the same owner re-enters.
@@ -25,17 +29,19 @@ pub mod literal {
         let lock = redisson.lock(format!("order:{id}"));
         let owner = lock.lock().await?.detach();
         let holds = lock.hold_count_of(owner).await; //     lock.getHoldCount()
-        lock.unlock().await?;
-        holds
+        let unlocked = lock.unlock().await;
+        let holds = holds?;
+        unlocked?;
+        Ok(holds)
     }
-    // endregion
 }
+// endregion
 
+// region: idiomatic
 /// As Rust would have it: the lock is released however the future ends.
 pub mod idiomatic {
     use super::*;
 
-    // region: idiomatic
     pub async fn place_order(client: &LockClient, id: u64) -> Result<u64, Error> {
         let lock = client.lock(format!("order:{id}"));
         lock.run(reserve(client, id)).await?
@@ -46,8 +52,8 @@ pub mod idiomatic {
         let lock = client.lock(format!("order:{id}"));
         lock.run_with(async |guard| guard.hold_count()).await
     }
-    // endregion
 }
+// endregion
 
 // region: owners
 /// The owner is the task, for the whole client: Redisson's rule.

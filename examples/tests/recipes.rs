@@ -16,7 +16,7 @@ mod testing;
 use std::time::Duration;
 
 use nightly_job::{Outcome, Schedule, run_once};
-use redisson_lock::{Error, LockClient};
+use redisson_lock::{DeadlockDetection, Error, LockClient};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
@@ -109,6 +109,23 @@ async fn ports_from_java_reenter_and_leave_nothing() {
     let client = LockClient::connect(&server.url()).await.unwrap();
     assert_eq!(from_java::idiomatic::place_order(&client, 42).await, Ok(2));
     assert_eq!(client.lock("order:42").inspect().await, Ok(None));
+}
+
+/// Without a common owner the second lock fails, and so does the unlock: the owner of the outer
+/// hold is not current. The error of the work says what is wrong.
+#[tokio::test]
+async fn port_from_java_returns_the_error_of_the_work() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .deadlock_detection(DeadlockDetection::Fail)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let placed = from_java::literal::place_order(&client, 42).await;
+    assert!(
+        matches!(placed, Err(Error::WouldDeadlock { .. })),
+        "{placed:?}"
+    );
 }
 
 #[test]
