@@ -60,6 +60,7 @@ pub struct LockClient {
 
 impl LockClient {
     /// Connects with the default settings to `redis://[user[:password]@]host[:port][/database]`.
+    /// `valkey://` means the same. The default port is 6379, the default database 0.
     ///
     /// Characters of the user and the password that have a meaning in URLs (`/ ? # % @ :`) are
     /// percent-encoded.
@@ -312,7 +313,7 @@ impl LockClientBuilder {
         self
     }
 
-    /// Connects to `redis://[user[:password]@]host[:port][/database]`.
+    /// Connects to `redis://[user[:password]@]host[:port][/database]`; `valkey://` means the same.
     ///
     /// # Errors
     /// As [`LockClient::connect`]; [`Error::InvalidConfig`] also for a setting out of bounds.

@@ -254,7 +254,7 @@ fn refused(problem: &str) -> Error {
     Error::InvalidConfig {
         setting: "url",
         problem: problem.to_owned(),
-        allowed: "redis://[user[:password]@]host[:port][/database]",
+        allowed: "redis://[user[:password]@]host[:port][/database], or valkey://",
     }
 }
 

@@ -159,3 +159,13 @@ async fn connection_closed_while_connecting_is_no_timeout() {
         "after {took:?}: {error}"
     );
 }
+
+/// Both schemes are documented.
+#[tokio::test]
+async fn valkey_url_connects() {
+    let server = Server::start();
+    let url = server.url().replace("redis://", "valkey://");
+    let client = LockClient::connect(&url).await.unwrap();
+    client.lock(unique("stock")).run(async {}).await.unwrap();
+    client.shutdown().await.unwrap();
+}

@@ -12,7 +12,7 @@ use redisson_lock::{
 };
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-const URLS: &str = "(allowed: redis://[user[:password]@]host[:port][/database])";
+const URLS: &str = "(allowed: redis://[user[:password]@]host[:port][/database], or valkey://)";
 
 #[track_caller]
 fn assert_error<T: std::fmt::Debug>(answer: Result<T, Error>, is: fn(&Error) -> bool, text: &str) {
