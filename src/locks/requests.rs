@@ -144,6 +144,34 @@ impl TryLockRequest {
             None => Ok(None),
         }
     }
+
+    /// As [`run`](Self::run), with the guard: for work that asks how long the lease lasts, or that
+    /// must be notified of a loss.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// let left = lock.try_lock().run_with(async |guard| guard.remaining_lease()).await?;
+    /// println!("{left:?}"); // None: another owner holds the lock
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    ///
+    /// # Cancel safety
+    /// As [`run`](Self::run).
+    pub async fn run_with<F, T>(self, work: F) -> Result<Option<T>, Error>
+    where
+        F: AsyncFnOnce(&LockGuard) -> T,
+    {
+        match self.await? {
+            Some(guard) => {
+                let output = guard.guarded(work(&guard)).await?;
+                guard.unlock_after(output).await.map(Some)
+            }
+            None => Ok(None),
+        }
+    }
 }
 
 impl IntoFuture for TryLockRequest {

@@ -83,6 +83,10 @@ mod checked {
                 .run(async { String::new() }),
         );
         assert_send_static(lock.try_lock().run(async { String::new() }));
+        assert_send_static(
+            lock.try_lock()
+                .run_with(async |guard| guard.remaining_lease()),
+        );
         assert_send_static(lock.lock().with_owner(Owner::new()));
         assert_send_static(lock.lock().in_current_owner());
         assert_send_static(Owner::scope(lock.lock().into_future()));

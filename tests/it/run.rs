@@ -209,3 +209,28 @@ async fn run_of_future_that_completes_after_lease_is_lost() {
         .await;
     assert!(matches!(&outcome, Err(Error::Lost { .. })), "{outcome:?}");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn run_with_of_try_lock_passes_guard_or_does_not_run() {
+    let mut bench = Bench::new().await;
+    let lock = bench.lock.clone();
+    let request = || lock.try_lock().lease(BRIEF);
+    let left = request()
+        .run_with(async |guard| {
+            assert_eq!(
+                hold_count(&lock).await,
+                Ok(1),
+                "the guard's owner is current"
+            );
+            guard.remaining_lease()
+        })
+        .await
+        .unwrap()
+        .expect("the lock is free");
+    assert!(left <= BRIEF, "{left:?}");
+    assert_eq!(bench.count(), 0);
+    let held = lock.lock().await.unwrap();
+    let ran = request().run_with(async |_| unreachable!("the lock is held"));
+    assert_eq!(ran.await, Ok(None::<()>));
+    held.unlock().await.unwrap();
+}
