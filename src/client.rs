@@ -274,10 +274,16 @@ impl LockClientBuilder {
         self
     }
 
-    /// How long an operation tries while the server is in trouble. Default 10 s; 0 to 1 h.
+    /// How long an operation tries while the server cannot be reached, does not answer, or refuses
+    /// with a [transient](crate::ServerError::is_transient) error: it is starting, busy with a
+    /// script, or not the master. Default 10 s; 0 to 1 h.
     ///
-    /// The first reply is always waited for, as long as [`command_timeout`](Self::command_timeout)
-    /// allows.
+    /// The limit is the larger of this timeout and [`command_timeout`](Self::command_timeout): the
+    /// first reply is always waited for, so 0 means one attempt. A request with a timeout of its
+    /// own that is shorter tries for that time, but for at least the command timeout. A release
+    /// that is not done by then is continued in the background.
+    ///
+    /// It does not limit the waiting for a lock that another owner holds.
     pub fn retry_timeout(mut self, timeout: Duration) -> Self {
         self.retry_timeout = Some(timeout);
         self

@@ -41,7 +41,7 @@ impl IntoResponse for Refused {
         let (status, text) = match &self.0 {
             // Another request had the order for two seconds.
             Error::AcquireTimeout { .. } => (StatusCode::CONFLICT, "the order is being changed"),
-            // The lock server is in trouble. The order was not touched.
+            // The lock server cannot be used now. The order was not touched.
             error if error.is_retryable() => (StatusCode::SERVICE_UNAVAILABLE, "try again later"),
             // `Error::Lost`: the work was stopped half-way. The others are bugs or bad settings.
             _ => (

@@ -77,9 +77,9 @@ impl LockGuard {
     /// Resolves when the lock is lost, with the reason; never if the hold is released first.
     ///
     /// It resolves before another owner can acquire the lock, unless the key is deleted,
-    /// force-unlocked, evicted, or forgotten by the server. Then it resolves with the next renewal,
-    /// at most a third of the watchdog timeout later; for a hold with a lease of its own at the end
-    /// of that lease.
+    /// force-unlocked, evicted, or missing after a restart or a fail-over of the server. Then it
+    /// resolves with the next renewal, at most a third of the watchdog timeout later; for a hold
+    /// with a lease of its own at the end of that lease.
     ///
     /// ```no_run
     /// # async fn work() {}
