@@ -158,8 +158,13 @@ pub enum Error {
     ///
     /// The client settles it in the background: it releases what an acquire may have acquired, and
     /// it repeats a release until the server answers or the lease has expired. Until then other
-    /// owners may find the lock held. After an acquire call again: it waits for the settlement.
+    /// owners may find the lock held. After an acquire call again.
     /// After an unlock there is nothing to do: do not call it again, it would release another hold.
+    ///
+    /// A new call of the same owner (in a scope, or under
+    /// [`OwnerPolicy::PerTask`](crate::OwnerPolicy::PerTask)) waits for the settlement. Under the
+    /// default policy a call outside a scope has a new owner: `lock()` waits as for any other
+    /// owner, and [`try_lock`](crate::ReentrantLock::try_lock) may answer `None` until then.
     #[error("unknown outcome {step} lock {lock:?}: {detail}")]
     #[non_exhaustive]
     OutcomeUnknown {
