@@ -122,6 +122,14 @@ impl LockClient {
 
     /// What the client holds now and has done since it connected. It reads counters only, so it is
     /// cheap, and it works after [`shutdown`](Self::shutdown) too.
+    ///
+    /// ```no_run
+    /// # fn example(client: &redisson_lock::LockClient) {
+    /// let stats = client.stats();
+    /// println!("locks_held {}", stats.locks_held);
+    /// println!("losses_expired_total {}", stats.losses.expired);
+    /// # }
+    /// ```
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.core.counters.stats()

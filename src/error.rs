@@ -274,6 +274,19 @@ impl Error {
 }
 
 /// A step of an operation.
+///
+/// ```no_run
+/// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {
+/// use redisson_lock::{Error, Step};
+///
+/// match client.shutdown().await {
+///     Err(Error::Timeout { step: Step::Shutdown, after, .. }) => {
+///         eprintln!("some locks stay until their leases expire, after {after:?}");
+///     }
+///     other => other?,
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Step {
@@ -308,20 +321,36 @@ impl fmt::Display for Step {
     }
 }
 
-/// How a lock was lost.
+/// How a lock was lost. The page [`docs::operations`](crate::docs::operations#why-a-lock-is-lost)
+/// lists causes, and what to do about them.
+///
+/// ```no_run
+/// # async fn example(guard: redisson_lock::LockGuard) {
+/// use redisson_lock::LostReason;
+///
+/// match guard.lost().await {
+///     LostReason::Shutdown | LostReason::RuntimeEnded => println!("this process ends"),
+///     reason => eprintln!("stopped, check what was done: {reason}"),
+/// }
+/// # }
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum LostReason {
-    /// No renewal was confirmed before the lease could expire.
+    /// No renewal was confirmed before the lease could expire: see
+    /// [why a lock is lost](crate::docs::operations#why-a-lock-is-lost).
     Expired,
     /// The server does not have the hold any more: the key expired, or was deleted, evicted or
-    /// force-unlocked.
+    /// force-unlocked. See [why a lock is lost](crate::docs::operations#why-a-lock-is-lost).
     Gone,
-    /// This client force-unlocked the lock.
+    /// This client force-unlocked the lock: see
+    /// [why a lock is lost](crate::docs::operations#why-a-lock-is-lost).
     ForceUnlocked,
-    /// This client was shut down and renews the lock no more.
+    /// This client was shut down and renews the lock no more: see
+    /// [why a lock is lost](crate::docs::operations#why-a-lock-is-lost).
     Shutdown,
-    /// The tokio runtime on which this client connected has ended, so nothing renews the lock.
+    /// The tokio runtime on which this client connected has ended, so nothing renews the lock. See
+    /// [why a lock is lost](crate::docs::operations#why-a-lock-is-lost).
     RuntimeEnded,
 }
 

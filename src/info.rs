@@ -7,6 +7,15 @@ use crate::owner::Owner;
 
 /// The state of a held lock at one moment: see
 /// [`ReentrantLock::inspect`](crate::ReentrantLock::inspect).
+///
+/// ```no_run
+/// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+/// if let Some(info) = lock.inspect().await? {
+///     println!("{info}"); // 8f0b...:17 of this client, ttl 1.2s
+///     println!("{} holds, {:?} left", info.hold_count, info.ttl);
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LockInfo {
@@ -24,7 +33,8 @@ pub struct LockInfo {
 }
 
 impl fmt::Display for LockInfo {
-    /// As in `8f0b...:17, ttl 1.2s`.
+    /// As in `8f0b...:17, ttl 1.2s`, or `8f0b...:17 of this client, ttl 1.2s` if the owner is one
+    /// of the client that asked.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.owner)?;
         if self.local_owner.is_some() {

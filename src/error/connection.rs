@@ -5,6 +5,23 @@ use std::{fmt, io};
 use super::Error;
 
 /// Why a connection failed: the source of [`Error::Connection`](crate::Error::Connection).
+///
+/// ```no_run
+/// # async fn example() -> Result<(), redisson_lock::Error> {
+/// use redisson_lock::{Error, LockClient};
+/// use std::io::ErrorKind;
+///
+/// let client = match LockClient::connect("redis://127.0.0.1:6379").await {
+///     Err(Error::Connection { error, address, .. })
+///         if error.kind() == ErrorKind::ConnectionRefused =>
+///     {
+///         return Ok(eprintln!("no server runs at {address}"));
+///     }
+///     other => other?,
+/// };
+/// # drop(client);
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionError {
     kind: io::ErrorKind,

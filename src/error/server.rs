@@ -6,6 +6,19 @@ use std::fmt;
 ///
 /// The codes are those of Redis and Valkey
 /// (<https://redis.io/docs/latest/develop/reference/protocol-spec/#simple-errors>).
+///
+/// ```no_run
+/// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+/// use redisson_lock::{Error, ServerErrorKind};
+///
+/// match lock.lock().await {
+///     Err(Error::Server { error, .. }) if error.kind() == ServerErrorKind::NoPermission => {
+///         eprintln!("the ACL lacks a right: {}", error.message());
+///     }
+///     other => drop(other?),
+/// }
+/// # Ok(()) }
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ServerError {
     kind: ServerErrorKind,
@@ -78,7 +91,8 @@ pub enum ServerErrorKind {
     NoPermission,
     /// `WRONGTYPE`: the lock's key holds a value of another type. Choose another lock name.
     WrongType,
-    /// `OOM`: the server is out of memory.
+    /// `OOM`: the server has reached `maxmemory` and may evict nothing. Raise the limit, or free
+    /// memory.
     OutOfMemory,
     /// `READONLY`: the server is a replica. Transient where a replica is about to be promoted.
     ReadOnly,
@@ -90,21 +104,25 @@ pub enum ServerErrorKind {
     MasterDown,
     /// `NOREPLICAS`: too few replicas are connected to the master. Transient.
     NoReplicas,
-    /// `MISCONF`: the server cannot write to its disk and refuses writes.
+    /// `MISCONF`: the server cannot write its snapshot or log to its disk, and refuses writes.
+    /// Correct the disk (space, rights), or the server's settings for saving.
     Misconfigured,
     /// `CLUSTERDOWN`: the cluster does not serve the slot. Transient.
     ClusterDown,
     /// `TRYAGAIN`: the keys are being moved. Transient.
     TryAgain,
-    /// `CROSSSLOT`, `MOVED`, `ASK`: the server is part of a cluster.
+    /// `CROSSSLOT`, `MOVED`, `ASK`: the server is part of a cluster, which is not supported.
+    /// Connect to another server.
     Cluster,
-    /// `DENIED`: the server is in protected mode and accepts local connections only.
+    /// `DENIED`: the server is in protected mode and accepts local connections only. Set a password
+    /// on the server, or bind it to an address.
     Denied,
     /// `ERR max number of clients reached`. Transient.
     TooManyClients,
     /// `NOSCRIPT`: the server does not know the script. The client sends the script then.
     NoScript,
-    /// Any other error.
+    /// Any other error: [`ServerError::message`] says what has to change. For example the server
+    /// does not have the database, or a script lacks the right to a command that it runs.
     Other,
 }
 

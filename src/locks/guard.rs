@@ -27,6 +27,14 @@ use crate::release::Hold;
 ///
 /// A guard does not stop code whose lock is lost: [`run`](Self::run) does, and
 /// [`lost`](Self::lost) reports it.
+///
+/// ```no_run
+/// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+/// let guard = lock.lock().await?;
+/// println!("held for another {:?} at least", guard.remaining_lease());
+/// guard.unlock().await?;
+/// # Ok(()) }
+/// ```
 #[must_use = "a guard that is dropped at once releases the lock at once"]
 pub struct LockGuard {
     hold: Hold,
@@ -122,6 +130,17 @@ impl LockGuard {
 
     /// Releases the hold, and waits until the server has confirmed it. The owner's last release
     /// frees the lock.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// let guard = lock.lock().await?;
+    /// // ... work ...
+    /// match guard.unlock().await {
+    ///     Err(error) if error.is_lost() => eprintln!("check what was done: {error}"),
+    ///     unlocked => unlocked?,
+    /// }
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Errors
     /// * [`Error::Lost`]: the lock was lost while it was held, by

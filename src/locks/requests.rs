@@ -26,6 +26,16 @@ use crate::owner::Owner;
 /// or let it [`run`](Self::run) a future.
 ///
 /// Awaiting it yields the guard. The owner is the one that is current at the first poll.
+///
+/// ```no_run
+/// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+/// use std::time::Duration;
+///
+/// let request = lock.lock().timeout(Duration::from_secs(2)); // nothing is sent yet
+/// let guard = request.await?;
+/// # guard.unlock().await
+/// # }
+/// ```
 #[must_use = "a request does nothing until it is awaited"]
 pub struct LockRequest(Options);
 
@@ -109,6 +119,18 @@ impl IntoFuture for LockRequest {
 /// [`run`](Self::run) a future.
 ///
 /// Awaiting it yields the guard, or `None` if another owner holds the lock.
+///
+/// ```no_run
+/// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+/// use std::time::Duration;
+///
+/// let request = lock.try_lock().lease(Duration::from_secs(10)); // nothing is sent yet
+/// let Some(guard) = request.await? else {
+///     return Ok(println!("another owner holds it"));
+/// };
+/// # guard.unlock().await
+/// # }
+/// ```
 #[must_use = "a request does nothing until it is awaited"]
 pub struct TryLockRequest(Options);
 

@@ -235,6 +235,15 @@ impl ReentrantLock {
     /// the surrounding scope, or the task's own under
     /// [`OwnerPolicy::PerTask`](crate::OwnerPolicy::PerTask).
     ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// use redisson_lock::OwnerExt;
+    ///
+    /// let owner = lock.lock().await?.detach();
+    /// lock.unlock().with_owner(owner).await?;
+    /// # Ok(()) }
+    /// ```
+    ///
     /// # Errors
     /// * [`Error::InvalidName`]: nothing was sent.
     /// * [`Error::NotHeld`]: there is no current owner, or it has no detached hold of this lock.
@@ -285,6 +294,12 @@ impl ReentrantLock {
 
     /// Whether any owner holds the lock: whether its key exists.
     ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// println!("{}", if lock.is_locked().await? { "held" } else { "free" });
+    /// # Ok(()) }
+    /// ```
+    ///
     /// # Errors
     /// As [`inspect`](Self::inspect), without [`Error::Server`] for a key of another type.
     ///
@@ -300,6 +315,13 @@ impl ReentrantLock {
     /// [`LockClient::current_owner`](crate::LockClient::current_owner) returns. Outside a scope
     /// there is no current owner: ask for [`LockGuard::owner`], or ask the guard itself.
     ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// let guard = lock.lock().await?;
+    /// assert!(lock.is_held_by(guard.owner()).await?);
+    /// # Ok(()) }
+    /// ```
+    ///
     /// # Errors
     /// As [`hold_count_of`](Self::hold_count_of).
     ///
@@ -310,6 +332,14 @@ impl ReentrantLock {
     }
 
     /// How many holds that owner of this client has on the lock, by the server's record.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// let guard = lock.lock().await?;
+    /// let holds = guard.run(lock.run_with(async |inner| lock.hold_count_of(inner.owner()).await));
+    /// assert_eq!(holds.await???, 2);
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Errors
     /// As [`inspect`](Self::inspect). [`Error::Server`] only if the key holds another type, or if
@@ -342,6 +372,14 @@ impl ReentrantLock {
     /// It reads which owner holds the lock and frees that owner's tenure, so a call that is sent
     /// twice because a reply was lost frees no other owner's. Only if another owner holds the lock
     /// at each inspection, it frees the lock whatever its owner, with a call that is sent once.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// if lock.force_unlock().await? {
+    ///     println!("{} was held and is free now", lock.name());
+    /// }
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Errors
     /// * [`Error::Server`]: the key holds another type, and stays.
