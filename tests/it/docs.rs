@@ -115,6 +115,35 @@ fn links_between_documents_lead_to_files_and_headings() {
     assert!(dead.is_empty(), "{dead:#?}");
 }
 
+/// The README links to the published documentation: to the list of pages, or to a page.
+#[test]
+fn links_to_published_documentation_lead_to_pages_of_rustdoc() {
+    const PUBLISHED: &str = "https://docs.rs/redisson-lock/";
+    const PAGES: &str = "latest/redisson_lock/docs/";
+    let source = read("src/docs.rs");
+    let mut wrong = Vec::new();
+    let mut links = 0;
+    for document in documents() {
+        for target in targets(&read(&document)) {
+            let Some(rest) = target.strip_prefix(PUBLISHED) else {
+                continue;
+            };
+            links += 1;
+            let page = rest.strip_prefix(PAGES);
+            let page = page.and_then(|page| page.strip_suffix("index.html"));
+            let exists = page.is_some_and(|page| match page.strip_suffix('/') {
+                None => page.is_empty(),
+                Some(page) => source.contains(&format!("//! | [`{page}`] |")),
+            });
+            if !exists {
+                wrong.push(format!("{}: {target}", document.display()));
+            }
+        }
+    }
+    assert!(links > 0, "no link was found");
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}
+
 /// A reference leads to a file in the repository and to an item in rustdoc, and both are one page.
 #[test]
 fn references_lead_to_the_same_page_in_the_repository_and_in_rustdoc() {
