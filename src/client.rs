@@ -1,29 +1,20 @@
-//! The client: the only way in, and the owner of every task and connection.
+//! The client: the only way in, its builder and its end.
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use tokio::sync::watch;
-use tokio::task::JoinHandle;
-
-use crate::background::Background;
 use crate::config::{Config, DeadlockDetection, LeaseTime, bounded};
-use crate::core::Core;
-use crate::error::{Error, LostReason, Step};
-use crate::holds::Holds;
-use crate::link::{Event, Link, PubSub, Settings};
-use crate::locks::reentrant::ReentrantLock;
+use crate::driver::{self, Driver, Ended, Work};
+use crate::engine::{self, Engine, Outcome};
+use crate::error::Error;
+use crate::handle::{Handle, failed};
+use crate::link::{Link, PubSub, Settings};
+use crate::lock::reentrant::ReentrantLock;
 use crate::owner::{ClientId, Owner, OwnerPolicy};
-use crate::renewal;
-use crate::retry::{self, Patience};
-use crate::runtime::Runtime;
 use crate::script::catalog;
-use crate::stats::{Counters, Stats};
-use crate::turn::InHand;
-use crate::wakeup::{self, Wakeups, reconcile};
+use crate::stats::Stats;
 
 /// A connection to the server that keeps the locks, and the identity under which they are held.
 ///
@@ -42,20 +33,18 @@ use crate::wakeup::{self, Wakeups, reconcile};
 ///
 /// # Runtime
 ///
-/// The connections and the watchdog run on the tokio runtime in which `connect` was called. Locks,
-/// requests and guards can be used from any runtime (with timers), thread or executor while that
-/// runtime runs. Once it has ended, each operation fails with [`Error::NoRuntime`], and each lock
-/// that was held is lost with [`LostReason::RuntimeEnded`]: a client in a `static` belongs to the
-/// runtime that connected it, and `#[tokio::test]` makes a runtime for each test.
+/// The connections and the watchdog run on a thread of the client. Locks, requests and guards can be
+/// used from any runtime, thread or executor, and code that blocks a thread of a runtime delays no
+/// renewal. A client in a `static` serves several runtimes, as `#[tokio::test]` makes them.
 ///
 /// When the last clone, lock and guard are dropped, the client completes its pending releases and
 /// ends; [`shutdown`](Self::shutdown) does that at a moment of your choice, and waits. Call it
-/// before the runtime ends: a release that is pending then is not sent, and the lock stays held
+/// before the process ends: a release that is pending then is not sent, and the lock stays held
 /// until its lease expires.
 #[derive(Clone)]
 pub struct LockClient {
-    core: Arc<Core>,
-    tasks: Arc<Mutex<Vec<JoinHandle<()>>>>,
+    handle: Arc<Handle>,
+    ended: Ended,
 }
 
 impl LockClient {
@@ -73,7 +62,6 @@ impl LockClient {
     /// * [`Error::Server`]: the server refused the user, the password or the database. With a
     ///   number other than 0 the user needs the right to `SELECT`.
     /// * [`Error::UnsupportedServer`]: the server is a cluster or a sentinel, or too old.
-    /// * [`Error::NoRuntime`]: it was called outside a tokio runtime.
     ///
     /// # Cancel safety
     /// Dropping it closes what was opened.
@@ -92,13 +80,13 @@ impl LockClient {
     /// first operation.
     #[must_use]
     pub fn lock(&self, name: impl AsRef<str>) -> ReentrantLock {
-        ReentrantLock::new(Arc::clone(&self.core), name.as_ref())
+        ReentrantLock::new(Arc::clone(&self.handle), name.as_ref())
     }
 
     /// The id that is CLIENT in the field `CLIENT:THREAD` on the wire.
     #[must_use]
     pub fn client_id(&self) -> ClientId {
-        self.core.client_id
+        self.handle.client_id
     }
 
     /// The owner under which an acquisition here and now would hold the lock: the one of the
@@ -117,7 +105,7 @@ impl LockClient {
     /// ```
     #[must_use]
     pub fn current_owner(&self) -> Option<Owner> {
-        self.core.config.owner_policy.current()
+        self.handle.owner_policy.current()
     }
 
     /// What the client holds now and has done since it connected. It reads counters only, so it is
@@ -132,61 +120,48 @@ impl LockClient {
     /// ```
     #[must_use]
     pub fn stats(&self) -> Stats {
-        self.core.counters.stats()
+        self.handle.driver.stats()
     }
 
     /// Ends the client. Waiting requests fail with [`Error::Closed`], pending releases are
     /// completed, tasks end and connections are closed.
     ///
-    /// Locks that are still held are lost with [`LostReason::Shutdown`]. Their keys stay until
-    /// their leases expire, so that no other owner gets the lock while code under it may still run:
-    /// drop guards before shutting down.
+    /// Locks that are still held are lost with [`LostReason::Shutdown`](crate::LostReason::Shutdown).
+    /// Their keys stay, so that no other owner gets the lock while code under it may still run, until
+    /// their guards are dropped (within the retry timeout) or their leases expire: drop guards before
+    /// shutting down.
     ///
     /// Calling it again does nothing.
     ///
     /// # Errors
-    /// * [`Error::Timeout`] with [`Step::Shutdown`]: releases still had no reply after the retry
-    ///   timeout. The client has ended all the same, and what was not released expires with its
-    ///   lease.
-    /// * [`Error::NoRuntime`]: the runtime of the client has ended, and the client with it.
+    /// [`Error::Timeout`] with [`Step::Shutdown`](crate::Step::Shutdown): releases still had no reply
+    /// after the retry timeout. The client has ended all the same, and what was not released expires
+    /// with its lease.
     ///
     /// # Cancel safety
-    /// Dropped half-way, the client is closed for callers, and its tasks end when the last handle
-    /// to it is dropped. It can be called again.
+    /// Dropped half-way, the client ends all the same. It can be called again.
     pub async fn shutdown(&self) -> Result<(), Error> {
-        Arc::clone(&self.core).drive(self.close()).await
-    }
-
-    async fn close(&self) -> Result<(), Error> {
-        let core = &self.core;
-        core.close(LostReason::Shutdown);
-        let limit = core.config.patience();
-        let drained = core.background.drained(core.config.command_timeout);
-        let drained = tokio::time::timeout(limit, drained).await;
-        core.stop.send_replace(true);
-        let tasks = std::mem::take(&mut *self.tasks.lock());
-        for mut task in tasks {
-            // They end by themselves; a task that is stuck in a dead connection is aborted.
-            let limit = Duration::from_secs(2);
-            if tokio::time::timeout(limit, &mut task).await.is_err() {
-                task.abort();
-            }
+        let driver = &self.handle.driver;
+        let outcome = driver
+            .submit(|engine, now| engine.close(now))
+            .outcome()
+            .await;
+        if driver.apply(|engine, _| engine.has_ended()) != Some(false) {
+            // The thread closes the connections, with limits of its own.
+            let mut ended = self.ended.clone();
+            let _ = ended.wait_for(|ended| *ended).await;
         }
-        core.link.close().await;
-        core.abandon(LostReason::Shutdown);
-        drained.map_err(|_| Error::Timeout {
-            step: Step::Shutdown,
-            after: limit,
-            lock: None,
-            address: None,
-        })
+        match outcome {
+            Outcome::Done => Ok(()),
+            outcome => Err(failed(outcome)),
+        }
     }
 }
 
 impl fmt::Debug for LockClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LockClient")
-            .field("client_id", &self.core.client_id)
+            .field("client_id", &self.handle.client_id)
             .finish_non_exhaustive()
     }
 }
@@ -272,8 +247,9 @@ impl LockClientBuilder {
         self
     }
 
-    /// How long a waiter sleeps at most before it makes another attempt, should a wake-up be lost.
-    /// Default 1 s; 10 ms to 1 h.
+    /// How long a waiter sleeps at most before it makes another attempt, should a wake-up be lost. 10
+    /// ms to 1 h. Default: 1 s while the subscription to the lock's channel is not confirmed, 15 to
+    /// 30 s while it is, and in any case when the lease of the present owner ends.
     ///
     /// It costs one attempt per interval for each lock that is waited for in this process, however
     /// many requests wait for it.
@@ -344,23 +320,17 @@ impl LockClientBuilder {
             config.connect_timeout,
             config.command_timeout,
         )?;
-        let runtime = Runtime::current()?;
-        let mut patience = Patience::new(self.connect_retry);
-        let mut is_logged = false;
-        loop {
-            let connecting = open(&config, &settings, client_id, runtime.clone());
-            let error = match tokio::time::timeout(config.connect_timeout, connecting).await {
-                Ok(Ok(client)) => return Ok(client),
-                Ok(Err(error)) => error,
-                Err(_) => settings.connect_timed_out(),
-            };
-            if !error.is_retryable() || !patience.pause().await {
-                return Err(error);
-            }
-            if !std::mem::replace(&mut is_logged, true) {
-                tracing::warn!(%error, "the server cannot be reached, connecting is tried again");
-            }
-        }
+        let (owner_policy, retry) = (self.owner_policy, self.connect_retry);
+        let opened = driver::start(move || open_in_time(config, settings, client_id, retry));
+        let (driver, ended) = opened.await?;
+        Ok(LockClient {
+            handle: Arc::new(Handle {
+                driver,
+                client_id,
+                owner_policy,
+            }),
+            ended,
+        })
     }
 
     fn config(&self) -> Result<Config, Error> {
@@ -408,13 +378,12 @@ impl LockClientBuilder {
         let ms = Duration::from_millis;
         Ok(Config {
             watchdog_timeout,
-            owner_policy: self.owner_policy,
-            recheck_interval: bounded(
-                "recheck interval",
-                self.recheck_interval.unwrap_or(default.recheck_interval),
-                ms(10)..=HOUR,
-                "10 ms to 1 h",
-            )?,
+            recheck_interval: self
+                .recheck_interval
+                .map(|interval| {
+                    bounded("recheck interval", interval, ms(10)..=HOUR, "10 ms to 1 h")
+                })
+                .transpose()?,
             retry_timeout: bounded(
                 "retry timeout",
                 self.retry_timeout.unwrap_or(default.retry_timeout),
@@ -440,66 +409,67 @@ impl LockClientBuilder {
     }
 }
 
-/// Opens both connections and starts the tasks.
+/// Opens the connections, and tries for so long while the server cannot be reached or is starting.
+async fn open_in_time(
+    config: Config,
+    settings: Settings,
+    client_id: ClientId,
+    retry: Duration,
+) -> Result<(Arc<Driver>, Work), Error> {
+    const LONGEST: Duration = Duration::from_millis(250);
+    let begun = Instant::now();
+    let mut pause = Duration::from_millis(10);
+    let mut is_logged = false;
+    loop {
+        let opening = open(&config, &settings, client_id);
+        let error = match tokio::time::timeout(config.connect_timeout, opening).await {
+            Ok(Ok(opened)) => {
+                if is_logged {
+                    let (address, outage) = (settings.address(), begun.elapsed());
+                    tracing::info!(%address, ?outage, "the server is connected");
+                }
+                return Ok(opened);
+            }
+            Ok(Err(error)) => error,
+            Err(_) => settings.connect_timed_out(),
+        };
+        if !error.is_retryable() || begun.elapsed() + pause > retry {
+            return Err(error);
+        }
+        if !std::mem::replace(&mut is_logged, true) {
+            tracing::warn!(%error, "the server cannot be reached, connecting is tried again");
+        }
+        // Random, so that clients that failed at the same time do not retry at the same time.
+        tokio::time::sleep(pause.mul_f64(rand::random_range(0.5..1.0))).await;
+        pause = (pause * 2).min(LONGEST);
+    }
+}
+
 async fn open(
     config: &Config,
     settings: &Settings,
     client_id: ClientId,
-    runtime: Runtime,
-) -> Result<LockClient, Error> {
+) -> Result<(Arc<Driver>, Work), Error> {
     let scripts = catalog::ALL.map(|script| script.source());
-    let counters = Arc::<Counters>::default();
-    let link = Link::connect(settings.clone(), &scripts, Arc::clone(&counters)).await?;
-    let link = Arc::new(link);
-    let (wakeups, changed) = Wakeups::new();
-    let listener = Arc::clone(&wakeups);
-    let events = Arc::new(move |event: Event<'_>| wakeup::event(&listener, event));
-    let pubsub = PubSub::open(settings.clone(), events).await?;
-
-    let (stop, stopped) = watch::channel(false);
-    let in_hand = Arc::<InHand>::default();
-    // In a shorter time no caller is suspected: a reply may take as long.
-    let round = config.command_timeout.max(retry::LONGEST);
-    let (background, worker) = Background::new(stopped.clone(), Arc::clone(&in_hand), round);
-    let holds = Holds::new(in_hand, Arc::clone(&counters));
-    let core = Arc::new(Core {
+    let reconnects = Arc::<AtomicU64>::default();
+    let link = Link::connect(settings.clone(), &scripts, Arc::clone(&reconnects)).await?;
+    let pubsub = PubSub::open(settings.clone()).await?;
+    let settings = engine::Settings {
         client_id,
-        config: config.clone(),
-        link: Arc::clone(&link),
-        holds: Arc::clone(&holds),
-        wakeups: Arc::clone(&wakeups),
-        background,
-        closed: AtomicBool::new(false),
-        counters,
-        runtime: runtime.clone(),
         address: settings.address().into(),
-        stop,
-    });
-    let weak = Arc::downgrade(&core);
-    let sentinel = runtime.sentinel(stopped.clone(), move || {
-        if let Some(core) = weak.upgrade() {
-            core.close(LostReason::RuntimeEnded);
-            core.abandon(LostReason::RuntimeEnded);
-            core.link.refuse();
-        }
-    });
-    let mut ends = stopped.clone();
-    let listening = reconcile(wakeups, changed, pubsub, round, async move {
-        // An error means that the client is gone.
-        let _ = ends.wait_for(|stop| *stop).await;
-    });
-    let tasks = vec![
-        tokio::spawn(listening),
-        tokio::spawn(renewal::supervise(Arc::downgrade(&core), holds, stopped)),
-        tokio::spawn(async move {
-            worker.await;
-            // Every handle is dropped and every release is done.
-            link.close().await;
-            drop(sentinel);
-        }),
-    ];
-    Ok(LockClient {
-        core,
-        tasks: Arc::new(Mutex::new(tasks)),
-    })
+        watchdog: config.watchdog_timeout,
+        recheck: config.recheck_interval,
+        retry_timeout: config.retry_timeout,
+        command_timeout: config.command_timeout,
+        renewal_batch: config.renewal_batch,
+        detection: config.deadlock_detection,
+    };
+    let (driver, calls) = Driver::new(Engine::new(settings, rand::random()), reconnects);
+    let work = Work {
+        driver: Arc::clone(&driver),
+        calls,
+        link,
+        pubsub,
+    };
+    Ok((driver, work))
 }

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use crate::error::Error;
-use crate::owner::OwnerPolicy;
 
 const LONGEST: Duration = Duration::from_secs(3650 * 24 * 60 * 60);
 
@@ -15,8 +14,6 @@ const LONGEST: Duration = Duration::from_secs(3650 * 24 * 60 * 60);
 pub(crate) struct LeaseTime(u64);
 
 impl LeaseTime {
-    pub(crate) const SHORTEST: Self = Self(1);
-
     /// The error is the problem.
     pub(crate) fn new(lease: Duration) -> Result<Self, &'static str> {
         if lease < Duration::from_millis(1) {
@@ -40,28 +37,29 @@ impl LeaseTime {
     /// How long the lease counts as proved, from the moment at which the script was sent.
     ///
     /// The server's expiry starts later, when the script runs, so with perfect clocks and timers
-    /// the whole lease would do. The margin (a twentieth, at most 500 ms) allows for clocks that
-    /// differ in speed and timers that fire late: the owner must be notified of the loss before
-    /// another owner can acquire the lock.
+    /// the whole lease would do. The margin, a tenth, allows for clocks that differ in speed (a
+    /// server's clock that is being corrected runs up to a twelfth faster: `maxslewrate` of chrony)
+    /// and timers that fire late: the owner must be notified of the loss before another owner can
+    /// acquire the lock.
     pub(crate) fn provable(self) -> Duration {
-        let lease = self.duration();
-        lease - (lease / 20).min(Duration::from_millis(500))
+        self.duration() * 9 / 10
+    }
+
+    /// The lease that lasts for at least that long, and for a millisecond.
+    pub(crate) fn at_least(left: Duration) -> Self {
+        let millis = u64::try_from(left.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX);
+        Self(millis.clamp(1, LONGEST.as_millis() as u64))
     }
 }
 
-/// How long a request waits for a lock that another owner holds.
+/// How long a request waits at most for a lock that another owner holds; zero makes one attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum WaitTime {
-    /// Without limit.
-    Unlimited,
-    /// At most this long; zero makes one attempt.
-    AtMost(Duration),
-}
+pub(crate) struct WaitTime(pub(crate) Duration);
 
 impl WaitTime {
     /// `None` if it is longer than 3650 days.
     pub(crate) fn new(wait: Duration) -> Option<Self> {
-        (wait <= LONGEST).then_some(Self::AtMost(wait))
+        (wait <= LONGEST).then_some(Self(wait))
     }
 }
 
@@ -109,8 +107,7 @@ pub enum DeadlockDetection {
 #[derive(Debug, Clone)]
 pub(crate) struct Config {
     pub(crate) watchdog_timeout: LeaseTime,
-    pub(crate) owner_policy: OwnerPolicy,
-    pub(crate) recheck_interval: Duration,
+    pub(crate) recheck_interval: Option<Duration>,
     pub(crate) retry_timeout: Duration,
     pub(crate) connect_timeout: Duration,
     pub(crate) command_timeout: Duration,
@@ -122,22 +119,13 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             watchdog_timeout: LeaseTime(30_000),
-            owner_policy: OwnerPolicy::default(),
-            recheck_interval: Duration::from_secs(1),
+            recheck_interval: None,
             retry_timeout: Duration::from_secs(10),
             connect_timeout: Duration::from_secs(5),
             command_timeout: Duration::from_secs(3),
             renewal_batch: 100,
             deadlock_detection: DeadlockDetection::default(),
         }
-    }
-}
-
-impl Config {
-    /// How long a caller waits for a result: the retry timeout, but at least the time that one
-    /// reply may take.
-    pub(crate) fn patience(&self) -> Duration {
-        self.retry_timeout.max(self.command_timeout)
     }
 }
 
@@ -186,11 +174,11 @@ mod tests {
     #[test]
     fn proved_time_is_shorter_than_lease() {
         for (lease, micros) in [
-            (1, 950),
-            (2, 1_900),
-            (100, 95_000),
-            (2_000, 1_900_000),
-            (30_000, 29_500_000),
+            (1, 900),
+            (2, 1_800),
+            (100, 90_000),
+            (2_000, 1_800_000),
+            (30_000, 27_000_000),
         ] {
             let lease = LeaseTime::new(Duration::from_millis(lease)).unwrap();
             assert_eq!(lease.provable(), Duration::from_micros(micros));
@@ -201,7 +189,7 @@ mod tests {
     fn wait_over_limit_is_refused() {
         assert_eq!(
             WaitTime::new(Duration::ZERO),
-            Some(WaitTime::AtMost(Duration::ZERO))
+            Some(WaitTime(Duration::ZERO))
         );
         assert_eq!(WaitTime::new(Duration::MAX), None);
     }

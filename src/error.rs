@@ -200,17 +200,13 @@ pub enum Error {
         #[source]
         error: ConnectionError,
     },
-    /// There is no tokio runtime on which the operation can run. Nothing was sent. Await the
-    /// operation inside a runtime, or connect a client in the runtime that is in use.
-    #[error("no tokio runtime: {problem}")]
-    #[non_exhaustive]
-    NoRuntime {
-        /// Which runtime is missing.
-        problem: &'static str,
-    },
     /// The client is shut down. Nothing was sent. Connect a new client.
     #[error("the lock client is shut down")]
     Closed,
+    /// The client has failed over a defect of this library, which is logged as an error. Each of its
+    /// locks counts as lost, and each of its requests ends with this error. Connect a new client.
+    #[error("the lock client has failed")]
+    ClientFailed,
 }
 
 impl Error {
@@ -329,7 +325,7 @@ impl fmt::Display for Step {
 /// use redisson_lock::LostReason;
 ///
 /// match guard.lost().await {
-///     LostReason::Shutdown | LostReason::RuntimeEnded => println!("this process ends"),
+///     LostReason::Shutdown | LostReason::ClientFailed => println!("this process ends"),
 ///     reason => eprintln!("stopped, check what was done: {reason}"),
 /// }
 /// # }
@@ -349,9 +345,8 @@ pub enum LostReason {
     /// This client was shut down and renews the lock no more: see
     /// [why a lock is lost](crate::docs::operations#why-a-lock-is-lost).
     Shutdown,
-    /// The tokio runtime on which this client connected has ended, so nothing renews the lock. See
-    /// [why a lock is lost](crate::docs::operations#why-a-lock-is-lost).
-    RuntimeEnded,
+    /// This client has failed over a defect of this library: see [`Error::ClientFailed`].
+    ClientFailed,
 }
 
 impl fmt::Display for LostReason {
@@ -363,7 +358,7 @@ impl fmt::Display for LostReason {
             }
             Self::ForceUnlocked => "this client force-unlocked it",
             Self::Shutdown => "the client was shut down",
-            Self::RuntimeEnded => "the runtime of the client has ended",
+            Self::ClientFailed => "the client has failed",
         })
     }
 }
@@ -461,10 +456,7 @@ mod tests {
                 [false, false, false, false],
             ),
             (Error::Closed, [false, false, false, false]),
-            (
-                Error::NoRuntime { problem: "none" },
-                [false, false, false, false],
-            ),
+            (Error::ClientFailed, [false, false, false, false]),
         ];
         for (error, expected) in table {
             let found = [

@@ -67,40 +67,33 @@
     clippy::print_stderr
 )]
 
-mod acquire;
-mod attempt;
-mod background;
 mod client;
 mod config;
-mod core;
 pub mod docs;
+mod driver;
+mod engine;
 mod error;
-mod handoff;
-mod holds;
+mod handle;
 mod info;
 mod keys;
-mod lease;
+mod kind;
+mod lease_cell;
 mod link;
-mod locks;
-mod losses;
+mod lock;
 mod owner;
-mod release;
-mod renewal;
-mod retry;
-mod runtime;
 mod script;
 mod stats;
-mod turn;
-mod wakeup;
+mod time;
+mod wire;
 
 pub use client::{LockClient, LockClientBuilder};
 pub use config::DeadlockDetection;
 pub use error::{ConnectionError, Error, LostReason, ServerError, ServerErrorKind, Step};
 pub use info::LockInfo;
 pub use keys::MAX_NAME_LEN;
-pub use locks::guard::LockGuard;
-pub use locks::reentrant::ReentrantLock;
-pub use locks::requests::{LockRequest, TryLockRequest};
+pub use lock::guard::LockGuard;
+pub use lock::reentrant::ReentrantLock;
+pub use lock::request::{LockRequest, TryLockRequest};
 pub use owner::{ClientId, Owner, OwnerExt, OwnerPolicy, WithOwner};
 pub use stats::{Losses, Stats};
 

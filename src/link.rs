@@ -1,14 +1,8 @@
 //! The link to the server: script calls with four outcomes, and publish/subscribe events.
 //!
-//! No other module depends on the client library. A [`Call`] lists its keys apart from its
-//! arguments, so that a link to a cluster can route it. The link takes a call as a value before the
-//! caller awaits the reply, so that it can send several calls in one write.
-
-use std::fmt;
-
-use bytes::Bytes;
-
-use crate::error::{ConnectionError, ServerError};
+//! No other module depends on the client library. A [`Call`](crate::wire::Call) lists its keys apart
+//! from its arguments, so that a link to a cluster can route it. The link takes a call as a value, so
+//! that it can send several calls in one write.
 
 mod client;
 mod connection;
@@ -18,79 +12,5 @@ mod settings;
 mod supervisor;
 
 pub(crate) use client::Link;
-pub(crate) use pubsub::{Event, PubSub, Subscribed};
+pub(crate) use pubsub::{Message, PubSub, Subscribed};
 pub(crate) use settings::Settings;
-
-/// One call of a script.
-#[derive(Debug, Clone)]
-pub(crate) struct Call {
-    pub(crate) script: Source,
-    pub(crate) keys: Vec<Bytes>,
-    pub(crate) args: Vec<Bytes>,
-}
-
-/// The text of a script and its SHA-1. The link calls the script by its SHA-1, and by its text if
-/// the server does not have the script.
-///
-/// Locks use no plain commands: only the reply of a script proves to which call it belongs.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Source {
-    pub(crate) sha1: &'static str,
-    pub(crate) text: &'static str,
-}
-
-/// A reply, without types of the client library.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Reply {
-    Nil,
-    Int(i64),
-    Text(Bytes),
-    List(Vec<Reply>),
-}
-
-impl Reply {
-    /// The number, if the reply is an integer or a text that spells one.
-    pub(crate) fn as_int(&self) -> Option<i64> {
-        match self {
-            Reply::Int(number) => Some(*number),
-            Reply::Text(text) => std::str::from_utf8(text).ok()?.parse().ok(),
-            Reply::Nil | Reply::List(_) => None,
-        }
-    }
-}
-
-/// Why a call failed. A call has four outcomes: a reply, a server error, not sent, unknown.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Failure {
-    /// The server replied with an error.
-    Server(ServerError),
-    /// The call was never sent, because there is no connection.
-    NotSent(ConnectionError),
-    /// The client was shut down, so the call was not sent.
-    Closed,
-    /// The call was sent, or may have been sent, and has no reply. It may have run, or may still
-    /// run.
-    Unknown(String),
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Failure::Server(error) => write!(f, "server error: {error}"),
-            Failure::NotSent(detail) => write!(f, "not sent: {detail}"),
-            Failure::Closed => f.write_str("not sent: the client is shut down"),
-            Failure::Unknown(detail) => write!(f, "unknown outcome: {detail}"),
-        }
-    }
-}
-
-impl Failure {
-    /// Whether the same call may succeed later.
-    pub(crate) fn is_transient(&self) -> bool {
-        match self {
-            Failure::Server(error) => error.is_transient(),
-            Failure::NotSent(_) | Failure::Unknown(_) => true,
-            Failure::Closed => false,
-        }
-    }
-}

@@ -474,16 +474,12 @@ pub(crate) fn thread_of(owner: &[u8], client: ClientId) -> Option<i64> {
 }
 
 /// The task or thread that runs the calling code, for deadlock detection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum TaskId {
-    Task(tokio::task::Id),
-    Thread(std::thread::ThreadId),
-}
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct TaskKey(pub(crate) i64);
 
-impl TaskId {
+impl TaskKey {
     pub(crate) fn current() -> Self {
-        tokio::task::try_id()
-            .map_or_else(|| TaskId::Thread(std::thread::current().id()), TaskId::Task)
+        Self(Owner::of_task().thread_id())
     }
 }
 

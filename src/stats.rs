@@ -1,8 +1,5 @@
 //! Counters of a client.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use crate::error::LostReason;
 
 /// What a client holds now and has done since it connected: see
@@ -53,86 +50,24 @@ pub struct Losses {
     pub force_unlocked: u64,
     /// [`LostReason::Shutdown`].
     pub shutdown: u64,
-    /// [`LostReason::RuntimeEnded`].
-    pub runtime_ended: u64,
+    /// [`LostReason::ClientFailed`].
+    pub client_failed: u64,
 }
 
 impl Losses {
     /// All of them.
     #[must_use]
     pub fn total(&self) -> u64 {
-        self.expired + self.gone + self.force_unlocked + self.shutdown + self.runtime_ended
-    }
-}
-
-/// The counters behind [`Stats`], which all parts of a client share.
-#[derive(Debug, Default)]
-pub(crate) struct Counters {
-    pub(crate) locks_held: AtomicU64,
-    requests_waiting: AtomicU64,
-    pub(crate) grants: AtomicU64,
-    pub(crate) contended_attempts: AtomicU64,
-    expired: AtomicU64,
-    gone: AtomicU64,
-    force_unlocked: AtomicU64,
-    shutdown: AtomicU64,
-    runtime_ended: AtomicU64,
-    pub(crate) renewals: AtomicU64,
-    pub(crate) reconnects: AtomicU64,
-    pub(crate) unknown_outcomes: AtomicU64,
-    pub(crate) failed_releases: AtomicU64,
-}
-
-impl Counters {
-    pub(crate) fn stats(&self) -> Stats {
-        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Stats {
-            locks_held: of(&self.locks_held),
-            requests_waiting: of(&self.requests_waiting),
-            grants: of(&self.grants),
-            contended_attempts: of(&self.contended_attempts),
-            losses: Losses {
-                expired: of(&self.expired),
-                gone: of(&self.gone),
-                force_unlocked: of(&self.force_unlocked),
-                shutdown: of(&self.shutdown),
-                runtime_ended: of(&self.runtime_ended),
-            },
-            renewals: of(&self.renewals),
-            reconnects: of(&self.reconnects),
-            unknown_outcomes: of(&self.unknown_outcomes),
-            failed_releases: of(&self.failed_releases),
-        }
+        self.expired + self.gone + self.force_unlocked + self.shutdown + self.client_failed
     }
 
-    pub(crate) fn lost(&self, reason: LostReason) {
-        add(match reason {
-            LostReason::Expired => &self.expired,
-            LostReason::Gone => &self.gone,
-            LostReason::ForceUnlocked => &self.force_unlocked,
-            LostReason::Shutdown => &self.shutdown,
-            LostReason::RuntimeEnded => &self.runtime_ended,
-        });
-    }
-
-    /// Counts a request as waiting until the value is dropped.
-    pub(crate) fn waiting(self: &Arc<Self>) -> Waiting {
-        add(&self.requests_waiting);
-        Waiting(Arc::clone(self))
-    }
-}
-
-/// Adds one.
-pub(crate) fn add(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
-}
-
-/// A request that waits.
-#[derive(Debug)]
-pub(crate) struct Waiting(Arc<Counters>);
-
-impl Drop for Waiting {
-    fn drop(&mut self) {
-        self.0.requests_waiting.fetch_sub(1, Ordering::Relaxed);
+    pub(crate) fn add(&mut self, reason: LostReason) {
+        *match reason {
+            LostReason::Expired => &mut self.expired,
+            LostReason::Gone => &mut self.gone,
+            LostReason::ForceUnlocked => &mut self.force_unlocked,
+            LostReason::Shutdown => &mut self.shutdown,
+            LostReason::ClientFailed => &mut self.client_failed,
+        } += 1;
     }
 }

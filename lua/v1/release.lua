@@ -6,12 +6,12 @@
 -- ARGV[2...] four for each name, in the order of KEYS:
 --            owner    the field CLIENT:THREAD of the owner that releases
 --            channel  the release channel (an argument, since a channel is not a key)
---            lease    the lease of the remaining holds in ms, a whole number above 0
+--            lease    what the remaining holds are entitled to in ms; 0 leaves the expiry as it is
 --            leave    the hold count to set, 0 to free the lock
 --
 -- Reply: ticket, then two values for each name:
 --   1, 0        the lock is free: the key is deleted, `0` was published
---   0, leave    the owner's hold count is `leave`; the expiry is at least the lease
+--   0, leave    the owner's hold count is `leave`; the expiry is the lease
 --   2, count    nothing was changed: the owner's count is below `leave` already (0: no field, so
 --               it is not the owner)
 --   3, message  the server's refusal for this name; the lock is not free
@@ -47,10 +47,11 @@ local function release(name, owner, channel, lease, leave)
   end
   -- Before the count: a server without memory refuses a script's first write if it may grow, and
   -- later ones no more.
-  local left = redis.call('pttl', name)
-  local expires = redis.pcall('pexpire', name, math.max(left, tonumber(lease)))
-  if type(expires) == 'table' then
-    return 3, expires.err
+  if lease ~= '0' then
+    local expires = redis.pcall('pexpire', name, lease)
+    if type(expires) == 'table' then
+      return 3, expires.err
+    end
   end
   if count ~= leave then
     local set = redis.pcall('hset', name, owner, leave)

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use bytes::Bytes;
 use fred::error::ErrorKind;
@@ -13,13 +14,12 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+use super::Settings;
 use super::connection::Connection;
 use super::frames::read;
-use super::settings::Reconnect;
 use super::supervisor::{Identity, identify, supervise};
-use super::{Call, Failure, Reply, Settings, Source};
 use crate::error::{ConnectionError, Error, ServerError, ServerErrorKind};
-use crate::stats::Counters;
+use crate::wire::{Call, Failure, Reply, Source};
 
 /// The connection for calls. The link replaces it when it is lost or not trusted any more.
 ///
@@ -47,7 +47,8 @@ pub(super) struct Shared {
     pub(super) distrust_signal: Notify,
     /// Notifies callers of a new connection, or of the end of the link.
     pub(super) ready: Notify,
-    pub(super) counters: Arc<Counters>,
+    /// Counts the connections that replaced a lost one.
+    pub(super) reconnects: Arc<AtomicU64>,
     /// Why the last attempt to replace the connection failed; `None` while there is a connection.
     pub(super) unreachable: Mutex<Option<ConnectionError>>,
     /// When a call got its last reply.
@@ -64,6 +65,9 @@ pub(super) struct Current {
     pub(super) connection: Connection,
     /// `None` if the server does not state it.
     pub(super) identity: Option<Identity>,
+    pub(super) opened: Instant,
+    /// Whether it is replaced because the server was busy when it was opened: nothing was lost.
+    pub(super) is_provisional: bool,
 }
 
 impl Link {
@@ -71,9 +75,9 @@ impl Link {
     pub(crate) async fn connect(
         settings: Settings,
         scripts: &[Source],
-        counters: Arc<Counters>,
+        reconnects: Arc<AtomicU64>,
     ) -> Result<Self, Error> {
-        let connection = Connection::open(&settings, Reconnect::Never).await?;
+        let connection = Connection::open(&settings).await?;
         // A connection without an identity cannot be fenced. If the server is too busy to state the
         // identity, the connection is replaced at once.
         let asked = Instant::now();
@@ -104,11 +108,13 @@ impl Link {
                 number: 1,
                 connection,
                 identity,
+                opened: Instant::now(),
+                is_provisional: server_is_busy,
             }))),
             distrusted: AtomicU64::new(0),
             distrust_signal: Notify::new(),
             ready: Notify::new(),
-            counters,
+            reconnects,
             unreachable: Mutex::new(None),
             replied: Mutex::new(Instant::now()),
             tickets: AtomicU64::new(1),
@@ -130,15 +136,18 @@ impl Link {
         async move { shared.script(call).await }
     }
 
-    /// Whether [`refuse`](Self::refuse) or [`close`](Self::close) was called.
-    pub(crate) fn is_closed(&self) -> bool {
-        self.shared.closed.load(Ordering::Acquire)
-    }
-
-    /// Refuses all further calls.
-    pub(crate) fn refuse(&self) {
-        self.shared.closed.store(true, Ordering::Release);
-        self.shared.ready.notify_waiters();
+    /// The server is not the master any more: connects anew, where the address may lead to another
+    /// server. `false` if the connection is too new for that, or is being replaced already.
+    pub(crate) fn leave_server(&self) -> bool {
+        /// A server that stays what it is is not asked more often.
+        const PAUSE: Duration = Duration::from_millis(500);
+        let current = self.shared.current.read().clone();
+        match current.filter(|current| current.opened.elapsed() >= PAUSE) {
+            Some(current) => self
+                .shared
+                .distrust(current.number, "the server is not the master"),
+            None => false,
+        }
     }
 
     /// Closes the connection and ends its tasks. A second call has no effect.
@@ -271,18 +280,22 @@ impl Shared {
         let outcome = send_on(&current.connection, command, args).await;
         match &outcome {
             Ok(_) | Err(Failure::Server(_)) => *self.replied.lock() = Instant::now(),
-            Err(Failure::Unknown(detail)) => self.distrust(current.number, detail),
+            Err(Failure::Unknown(detail)) => {
+                self.distrust(current.number, detail);
+            }
             Err(_) => {}
         }
         outcome
     }
 
-    /// Has the supervisor replace the connection with this number.
-    fn distrust(&self, number: u64, reason: &str) {
-        if self.distrusted.fetch_max(number, Ordering::AcqRel) < number {
+    /// Has the supervisor replace the connection with this number. `false` if it does already.
+    fn distrust(&self, number: u64, reason: &str) -> bool {
+        let is_news = self.distrusted.fetch_max(number, Ordering::AcqRel) < number;
+        if is_news {
             tracing::warn!(address = %self.settings.address(), reason, "the connection is replaced");
             self.distrust_signal.notify_one();
         }
+        is_news
     }
 }
 

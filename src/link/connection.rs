@@ -14,7 +14,6 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 use super::Settings;
-use super::settings::Reconnect;
 use crate::error::{ConnectionError, Error, ServerError, ServerErrorKind};
 
 /// A connection and its driver task. Dropping it ends both.
@@ -25,6 +24,7 @@ pub(super) struct Connection {
     client: Client,
     driver: AbortHandle,
     end: Arc<End>,
+    is_named: AtomicBool,
 }
 
 #[derive(Default)]
@@ -35,8 +35,8 @@ struct End {
 
 impl Connection {
     /// Connects once.
-    pub(super) async fn open(settings: &Settings, reconnect: Reconnect) -> Result<Self, Error> {
-        let client = settings.client(reconnect, true);
+    pub(super) async fn open(settings: &Settings) -> Result<Self, Error> {
+        let client = settings.client();
         let limit = settings.connect_timeout();
         let waiting = client.clone();
         let mut waiting = async move { waiting.wait_for_connect().await }.boxed();
@@ -82,19 +82,13 @@ impl Connection {
         }
     }
 
-    /// Connects in the background, and tries until it succeeds.
-    pub(super) fn reopen(settings: &Settings) -> Self {
-        let client = settings.client(Reconnect::ByItself, false);
-        let driver = client.connect();
-        Self::new(client, driver)
-    }
-
     fn new(client: Client, driver: ConnectHandle) -> Self {
         let end = Arc::new(End::default());
         let connection = Self {
             client,
             driver: driver.abort_handle(),
             end: Arc::clone(&end),
+            is_named: AtomicBool::new(false),
         };
         // This task ends with the driver, which ends with the connection.
         tokio::spawn(async move {
@@ -131,13 +125,24 @@ impl Connection {
         self.driver.abort();
     }
 
-    /// Sets the name that `CLIENT LIST` shows.
+    /// Sets the name that `CLIENT LIST` shows, unless the connection has it already. A server that
+    /// is busy refuses it: then it has to be called again.
     pub(super) async fn set_name(&self, name: &str) {
+        if self.is_named.load(Ordering::Acquire) {
+            return;
+        }
         let command = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
         let args = vec![Value::from_static_str("SETNAME"), Value::from(name)];
-        // The name is optional: a user may lack the right to set it.
         tokio::select! {
-            _ = self.client.custom_raw(command, args) => {}
+            reply = self.client.custom_raw(command, args) => {
+                // A user may lack the right to set it: then there is no name.
+                let is_final = match reply.map(super::frames::read) {
+                    Ok(Err(failure)) => !failure.is_transient(),
+                    Ok(Ok(_)) => true,
+                    Err(_) => false,
+                };
+                self.is_named.store(is_final, Ordering::Release);
+            }
             () = self.ended() => {}
         }
     }

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use fred::types::Resp3Frame;
 
-use super::{Failure, Reply};
+use crate::wire::{Failure, Reply};
 
 /// Converts a frame to a reply; an error frame to a server error.
 pub(super) fn read(frame: Resp3Frame) -> Result<Reply, Failure> {

@@ -1,36 +1,28 @@
 //! The connection for publish/subscribe.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bytes::Bytes;
 use fred::interfaces::{ClientLike, EventInterface, PubsubInterface};
-use fred::types::{ClusterHash, CustomCommand, Value};
+use fred::types::{ClusterHash, CustomCommand, Message as Published, Value};
+use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
-use tokio::task::JoinHandle;
 
+use super::Settings;
 use super::connection::Connection;
 use super::frames::read;
-use super::settings::Reconnect;
-use super::{Failure, Reply, Settings};
 use crate::error::Error;
+use crate::wire::{Failure, Reply};
 
-/// An event of the connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Event<'a> {
+/// What the server published.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Message {
     /// A message on this channel.
-    Message(&'a str),
+    On(String),
     /// Messages on any channel may have been missed.
     Missed,
-    /// The connection was replaced: all subscriptions have ended, and messages may have been
-    /// missed.
-    Interrupted,
 }
-
-/// The callback for events. The connection's own task calls it, so it must not block.
-pub(crate) type Events = Arc<dyn Fn(Event<'_>) + Send + Sync>;
 
 /// The outcome of a subscription.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,155 +31,134 @@ pub(crate) enum Subscribed {
     Yes,
     /// The server has refused it.
     Refused,
-    /// The outcome is unknown. Try again later.
-    Unknown,
 }
 
 /// A connection for subscriptions only. It runs one operation at a time.
 ///
 /// The client library completes SUBSCRIBE before the server replies, and hands a refusal to the
-/// next call. So each subscription is confirmed by the number of channels that the server counts
-/// for this connection (`CLIENT INFO`, <https://redis.io/docs/latest/commands/client-info/>).
+/// next call. So subscriptions are confirmed by the number of channels that the server counts for
+/// this connection (`CLIENT INFO`, <https://redis.io/docs/latest/commands/client-info/>).
+///
+/// An error of an operation says that the connection cannot be trusted any more: a subscription
+/// without a record could stay. [`reopen`](Self::reopen) replaces it.
 pub(crate) struct PubSub {
     settings: Settings,
     connection: Connection,
-    forwarder: JoinHandle<()>,
-    events: Events,
-    /// Counts the reconnects of the connection.
-    epoch: Arc<AtomicU64>,
-    /// The epoch to which `channels` belongs.
-    seen: u64,
-    /// The epoch in which the connection's name was set.
-    named: Option<u64>,
     channels: BTreeSet<Bytes>,
     nonce: u64,
 }
 
+/// The messages of one connection, until it is lost.
+pub(crate) struct Messages(Receiver<Published>);
+
+impl Messages {
+    pub(crate) async fn next(&mut self) -> Option<Message> {
+        match self.0.recv().await {
+            Ok(message) => Some(Message::On(message.channel.to_string())),
+            Err(RecvError::Lagged(_)) => Some(Message::Missed),
+            Err(RecvError::Closed) => None,
+        }
+    }
+}
+
 impl PubSub {
-    pub(crate) async fn open(settings: Settings, events: Events) -> Result<Self, Error> {
-        let connection = Connection::open(&settings, Reconnect::ByItself).await?;
-        let epoch = Arc::new(AtomicU64::new(0));
-        let forwarder = forward(&connection, Arc::clone(&epoch), Arc::clone(&events));
-        let mut pubsub = Self {
+    pub(crate) async fn open(settings: Settings) -> Result<Self, Error> {
+        let connection = Connection::open(&settings).await?;
+        connection.set_name(settings.connection_name()).await;
+        Ok(Self {
             settings,
             connection,
-            forwarder,
-            events,
-            epoch,
-            seen: 0,
-            named: None,
             channels: BTreeSet::new(),
             nonce: 0,
-        };
-        pubsub.set_name().await;
-        Ok(pubsub)
+        })
     }
 
-    /// Subscribes, and waits until the server has confirmed it.
-    pub(crate) async fn subscribe(&mut self, channel: &Bytes) -> Subscribed {
-        self.notice_interruption();
-        self.set_name().await;
-        if self.channels.contains(channel) {
-            return Subscribed::Yes;
-        }
+    /// The messages from now on.
+    pub(crate) fn messages(&self) -> Messages {
+        Messages(self.connection.client().message_rx())
+    }
+
+    /// How often [`check`](Self::check) is to be called.
+    pub(crate) fn check_interval(&self) -> Duration {
+        self.settings
+            .command_timeout()
+            .max(Duration::from_millis(250))
+    }
+
+    /// The channels that the server has confirmed.
+    pub(crate) fn channels(&self) -> &BTreeSet<Bytes> {
+        &self.channels
+    }
+
+    /// Resolves when the connection is lost.
+    pub(crate) async fn ended(&self) {
+        self.connection.ended().await;
+    }
+
+    /// Subscribes to all of them, and waits until the server has confirmed it. The server refuses
+    /// all if it refuses one.
+    pub(crate) async fn subscribe(&mut self, channels: &[Bytes]) -> Result<Subscribed, ()> {
         let before = self.channels.len();
-        // After an unknown outcome the connection is replaced: otherwise a subscription without a
-        // record could stay.
-        let subscribing = self.connection.client().subscribe(text(channel));
-        if subscribing.await.is_err() {
-            self.reopen();
-            return Subscribed::Unknown;
-        }
+        let after = before + channels.len();
+        let names: Vec<_> = channels.iter().map(text).collect();
+        self.connection
+            .client()
+            .subscribe(names)
+            .await
+            .map_err(drop)?;
         let mut count = self.count().await;
-        if count != Ok(Some(before + 1)) {
-            if self.drain_replies().await.is_err() {
-                self.reopen();
-                return Subscribed::Unknown;
-            }
+        if count != Ok(Some(after)) {
+            self.drain_replies().await?;
             count = self.count().await;
         }
-        if self.epoch.load(Ordering::Acquire) != self.seen {
-            self.reopen();
-            return Subscribed::Unknown;
-        }
-        match count {
-            Ok(Some(now)) if now == before + 1 => {
-                self.channels.insert(channel.clone());
-                Subscribed::Yes
-            }
-            Ok(Some(now)) if now == before => Subscribed::Refused,
+        match count? {
+            Some(now) if now == before => return Ok(Subscribed::Refused),
+            Some(now) if now != after => return Err(()),
             // The server does not state the number (ACL, Redis before 6.2). It has replied to later
             // calls, so the subscription is active unless the server refused it; in that case
             // re-checks replace the wake-ups.
-            Ok(None) => {
-                self.channels.insert(channel.clone());
-                Subscribed::Yes
-            }
-            Ok(Some(_)) | Err(()) => {
-                self.reopen();
-                Subscribed::Unknown
-            }
+            Some(_) | None => {}
         }
+        self.channels.extend(channels.iter().cloned());
+        Ok(Subscribed::Yes)
     }
 
-    /// Unsubscribes. If that fails, the connection is replaced, which ends the subscription.
-    pub(crate) async fn unsubscribe(&mut self, channel: &Bytes) {
-        self.notice_interruption();
-        if !self.channels.remove(channel) {
-            return;
+    pub(crate) async fn unsubscribe(&mut self, channels: &[Bytes]) -> Result<(), ()> {
+        let names: Vec<_> = channels.iter().map(text).collect();
+        for channel in channels {
+            self.channels.remove(channel);
         }
-        let unsubscribing = self.connection.client().unsubscribe(text(channel));
-        if unsubscribing.await.is_err() {
-            self.reopen();
-        }
+        let unsubscribing = self.connection.client().unsubscribe(names);
+        unsubscribing.await.map_err(drop)
     }
 
-    /// Checks that the server replies on the connection; replaces the connection if it does not.
-    pub(crate) async fn check(&mut self) {
-        if self.connection.has_ended() || self.drain_replies().await.is_err() {
-            self.reopen();
-        } else {
-            self.set_name().await;
-        }
+    /// Checks that the server replies on the connection.
+    pub(crate) async fn check(&mut self) -> Result<(), ()> {
+        self.drain_replies().await?;
+        self.connection
+            .set_name(self.settings.connection_name())
+            .await;
+        Ok(())
     }
 
-    /// Closes the connection and ends its tasks.
-    pub(crate) async fn close(&mut self) {
-        self.forwarder.abort();
-        self.connection.quit().await;
-    }
-
-    fn notice_interruption(&mut self) {
-        let epoch = self.epoch.load(Ordering::Acquire);
-        if epoch != self.seen {
-            self.seen = epoch;
-            self.channels.clear();
-        }
-    }
-
-    /// Sets the name of the connection, once after each connect.
-    async fn set_name(&mut self) {
-        let epoch = self.epoch.load(Ordering::Acquire);
-        if self.named.replace(epoch) != Some(epoch) {
-            let name = self.settings.connection_name();
-            self.connection.set_name(name).await;
-        }
-    }
-
-    fn reopen(&mut self) {
+    /// Replaces the connection. Tries until that succeeds.
+    pub(crate) async fn reopen(&mut self) {
+        const LONGEST: Duration = Duration::from_millis(250);
+        let mut pause = Duration::from_millis(5);
         tracing::warn!(address = %self.settings.address(), "the connection for wake-ups is replaced");
-        self.forwarder.abort();
-        self.connection = Connection::reopen(&self.settings);
-        self.epoch = Arc::new(AtomicU64::new(0));
-        self.seen = 0;
-        self.named = None;
+        self.connection.end();
         self.channels.clear();
-        self.forwarder = forward(
-            &self.connection,
-            Arc::clone(&self.epoch),
-            Arc::clone(&self.events),
-        );
-        (self.events)(Event::Interrupted);
+        loop {
+            if let Ok(connection) = Connection::open(&self.settings).await {
+                self.connection = connection;
+                self.connection
+                    .set_name(self.settings.connection_name())
+                    .await;
+                return;
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LONGEST);
+        }
     }
 
     /// The number of channels that the server counts for this connection; `None` if the server does
@@ -231,37 +202,6 @@ impl PubSub {
         }
         Err(())
     }
-}
-
-impl Drop for PubSub {
-    fn drop(&mut self) {
-        self.forwarder.abort();
-    }
-}
-
-/// Reports the events of a connection, until the connection ends.
-fn forward(connection: &Connection, epoch: Arc<AtomicU64>, events: Events) -> JoinHandle<()> {
-    let mut messages = connection.client().message_rx();
-    let mut reconnects = connection.client().reconnect_rx();
-    tokio::spawn(async move {
-        loop {
-            tokio::select! {
-                biased;
-                reconnect = reconnects.recv() => match reconnect {
-                    Ok(_) | Err(RecvError::Lagged(_)) => {
-                        epoch.fetch_add(1, Ordering::AcqRel);
-                        events(Event::Interrupted);
-                    }
-                    Err(RecvError::Closed) => return,
-                },
-                message = messages.recv() => match message {
-                    Ok(message) => events(Event::Message(&message.channel)),
-                    Err(RecvError::Lagged(_)) => events(Event::Missed),
-                    Err(RecvError::Closed) => return,
-                },
-            }
-        }
-    })
 }
 
 /// Reads `sub=` from the reply to `CLIENT INFO`.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fred::types::RespVersion;
-use fred::types::config::{Config, ConnectionConfig, PerformanceConfig, ReconnectPolicy};
+use fred::types::config::{Config, ConnectionConfig, PerformanceConfig};
 use url::{ParseError, Url};
 
 use crate::error::{Error, Step};
@@ -154,11 +154,11 @@ impl Settings {
         }
     }
 
-    /// A client with these settings, not connected yet. With `fail_fast` a failed first connect is
-    /// an error; otherwise the client repeats it until it succeeds.
-    pub(super) fn client(&self, reconnect: Reconnect, fail_fast: bool) -> fred::clients::Client {
+    /// A client with these settings, not connected yet. It connects once: calls of an old connection
+    /// have to be fenced before the first call on a new one.
+    pub(super) fn client(&self) -> fred::clients::Client {
         let config = Config {
-            fail_fast,
+            fail_fast: true,
             ..self.config.clone()
         };
         let connection = ConnectionConfig {
@@ -181,21 +181,8 @@ impl Settings {
             broadcast_channel_capacity: 256,
             ..Default::default()
         };
-        let policy = match reconnect {
-            Reconnect::ByItself => Some(ReconnectPolicy::new_exponential(0, 5, 250, 2)),
-            Reconnect::Never => None,
-        };
-        fred::clients::Client::new(config, Some(performance), Some(connection), policy)
+        fred::clients::Client::new(config, Some(performance), Some(connection), None)
     }
-}
-
-/// What a client does after its connection is lost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Reconnect {
-    /// It connects again, and tries until it succeeds.
-    ByItself,
-    /// It ends. Calls of the old connection have to be fenced before the first call on a new one.
-    Never,
 }
 
 impl fmt::Debug for Settings {

@@ -8,12 +8,14 @@ use fred::interfaces::ClientLike;
 use fred::types::config::Options;
 use fred::types::{ClusterHash, CustomCommand, Value};
 
+use super::Settings;
 use super::client::{Current, LOST, Shared, send_on};
 use super::connection::Connection;
 use super::frames::read;
-use super::settings::Reconnect;
-use super::{Failure, Reply, Settings};
-use crate::stats::add;
+use crate::wire::{Failure, Reply};
+
+/// The longest pause between two tries.
+const LONGEST: Duration = Duration::from_millis(250);
 
 /// Replaces the connection when it has ended or is not trusted any more. Checks it with a PING
 /// while no other call does.
@@ -37,6 +39,8 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
                 tokio::time::sleep(period).await;
                 let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
                 let _ = shared.send(&current, ping, Vec::new()).await;
+                let name = shared.settings.connection_name();
+                current.connection.set_name(name).await;
             } => {}
         }
         let ended = current.connection.has_ended();
@@ -48,12 +52,15 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
         let old = shared.current.write().take();
         unfenced.extend(current.identity.clone());
         current.connection.end();
+        let current_is_provisional = current.is_provisional;
         drop((old, current));
         // Counted from the last reply: when the connection was lost is not known.
         let replied = *shared.replied.lock();
         let (connection, identity) = open_replacement(&shared, &mut unfenced).await;
         *shared.unreachable.lock() = None;
-        add(&shared.counters.reconnects);
+        if !current_is_provisional {
+            shared.reconnects.fetch_add(1, Ordering::Relaxed);
+        }
         tracing::info!(
             address = %shared.settings.address(),
             outage = ?replied.elapsed(),
@@ -63,6 +70,8 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
             number,
             connection,
             identity,
+            opened: tokio::time::Instant::now(),
+            is_provisional: false,
         }));
         shared.ready.notify_waiters();
     }
@@ -82,7 +91,7 @@ async fn open_replacement(
     loop {
         let limited = settings.within(limit);
         limit = limit.saturating_mul(2).min(settings.connect_timeout());
-        match Connection::open(&limited, Reconnect::Never).await {
+        match Connection::open(&limited).await {
             Ok(connection) => {
                 let (identified, ()) = futures::join!(
                     identify_when_idle(&connection, &limited),
@@ -103,7 +112,7 @@ async fn open_replacement(
             }
         }
         tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(crate::retry::LONGEST);
+        pause = (pause * 2).min(LONGEST);
     }
 }
 
@@ -134,7 +143,7 @@ async fn identify_when_idle(
 ) -> Result<Option<Identity>, Failure> {
     loop {
         match identify(connection, settings).await {
-            Err(Failure::Server(_)) => tokio::time::sleep(crate::retry::LONGEST).await,
+            Err(Failure::Server(_)) => tokio::time::sleep(LONGEST).await,
             outcome => return outcome,
         }
     }

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use sha1::{Digest, Sha1};
 
 use crate::error::ServerError;
-use crate::link::{Call, Failure, Reply, Source};
+use crate::wire::{Call, Failure, Reply, Source};
 
 pub(crate) mod catalog;
 
@@ -266,8 +266,7 @@ mod properties {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::locks::reentrant::Reentrant;
-    use crate::locks::{Acquired, Kind, Released, Renewed};
+    use crate::kind::{Acquired, Kind, Released, Renewed};
 
     /// Any reply: values that scripts return, and others.
     fn reply() -> impl Strategy<Value = Reply> {
@@ -338,21 +337,21 @@ mod properties {
         fn only_complete_reply_with_code_grants_or_frees(reply in pairs()) {
             let answered = numbers(&reply, 1).map(|answered| answered[0]);
             let has_code = |wanted: i64| matches!(answered, Some((code, Some(_))) if code == wanted);
-            match Reentrant.acquired(reply.clone()) {
+            match Kind::Reentrant.acquired(reply.clone()) {
                 Ok(Acquired::Granted) => prop_assert!(has_code(1)),
                 Ok(Acquired::Held(_)) => prop_assert!(has_code(0)),
                 Ok(Acquired::Other(count)) => prop_assert_eq!(answered, Some((2, Some(count)))),
                 Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
             }
-            match Reentrant.released(reply.clone()) {
+            match Kind::Reentrant.released(reply.clone()) {
                 Ok(Released::Freed) => prop_assert!(has_code(1)),
                 Ok(Released::Left) => prop_assert!(has_code(0)),
                 Ok(Released::Below(count)) => prop_assert_eq!(answered, Some((2, Some(count)))),
                 Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
             }
-            match Reentrant.counted(reply) {
+            match Kind::Reentrant.counted(reply) {
                 Ok(count) => prop_assert!(matches!(answered, Some((_, Some(number))) if number == count)),
                 Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
@@ -362,7 +361,7 @@ mod properties {
         #[test]
         fn renewal_reply_is_read_per_lock(reply in pairs(), locks in 1..4_usize) {
             let answered = numbers(&reply, locks);
-            if let Ok(renewed) = Reentrant.renewed(reply, locks) {
+            if let Ok(renewed) = Kind::Reentrant.renewed(reply, locks) {
                 let answered = answered.expect("a pair for each lock");
                 for (renewed, (code, number)) in renewed.into_iter().zip(answered) {
                     match renewed {
@@ -379,7 +378,7 @@ mod properties {
     #[test]
     fn grant_without_count_is_unknown_outcome() {
         for detail in [Reply::Nil, Reply::List(vec![])] {
-            let outcome = Reentrant.acquired(Reply::List(vec![Reply::Int(1), detail]));
+            let outcome = Kind::Reentrant.acquired(Reply::List(vec![Reply::Int(1), detail]));
             assert!(matches!(outcome, Err(Failure::Unknown(_))), "{outcome:?}");
         }
     }
@@ -388,7 +387,8 @@ mod properties {
     #[test]
     fn unlisted_code_of_count_is_unknown_outcome() {
         for code in [0, 2, REFUSED, 7] {
-            let outcome = Reentrant.counted(Reply::List(vec![Reply::Int(code), Reply::Int(5)]));
+            let outcome =
+                Kind::Reentrant.counted(Reply::List(vec![Reply::Int(code), Reply::Int(5)]));
             assert!(
                 matches!(outcome, Err(Failure::Unknown(_))),
                 "{code}: {outcome:?}"

@@ -58,9 +58,9 @@ async fn lock_after_two_dropped_guards_is_no_deadlock() {
 /// By default the warning is as false.
 #[tokio::test]
 async fn lock_after_two_dropped_guards_is_not_warned() {
+    let log = Log::capture();
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
-    let log = Log::capture();
     let lock = client.lock(unique("stock"));
     Owner::scope(async {
         let _outer = lock.lock().await.unwrap();
@@ -539,9 +539,9 @@ async fn run_with_unconfirmed_release_is_no_unknown_outcome() {
 /// A guard is dropped, and its task locks again: no warning of a deadlock by default either.
 #[tokio::test]
 async fn lock_after_dropped_guards_in_run_is_not_warned() {
+    let log = Log::capture();
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
-    let log = Log::capture();
     let lock = client.lock("a");
     for _ in 0..300 {
         drop(lock.lock().await.unwrap());

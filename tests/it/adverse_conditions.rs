@@ -205,7 +205,7 @@ async fn server_outage_stops_no_renewal_on_other_server() {
 }
 
 #[tokio::test]
-async fn renewal_task_panic_is_logged_and_renewal_continues() {
+async fn panic_of_log_subscriber_is_logged_and_renewal_continues() {
     let log = LogRecorder {
         panics_at: Some("a lock was lost"),
         ..LogRecorder::default()
@@ -223,7 +223,7 @@ async fn renewal_task_panic_is_logged_and_renewal_continues() {
     cmd("DEL").arg(&name).exec(&mut redis).unwrap();
     assert_eq!(timeout(SOON, gone.lost()).await, Ok(LostReason::Gone));
     wait_until_async("the panic is logged", SOON, || async {
-        log.occurrences("the renewal scheduler panicked") == 1
+        log.occurrences("a subscriber of the log panicked") == 1
     })
     .await;
     assert!(log.panicked.load(Ordering::Acquire));
@@ -519,10 +519,11 @@ async fn subscriber_disconnected_by_server_rechecks_lock() {
         .arg(&["SET", "client-output-buffer-limit", "pubsub 1048576 0 0"])
         .exec(&mut redis)
         .unwrap();
+    let proxy = Proxy::start(&server).await;
     let client = LockClient::builder()
         .watchdog_timeout(HOUR)
         .recheck_interval(HOUR)
-        .connect(&server.url())
+        .connect(&proxy.url())
         .await
         .unwrap();
     let name = unique("stock");
@@ -539,7 +540,7 @@ async fn subscriber_disconnected_by_server_rechecks_lock() {
     })
     .await;
     sleep(ms(200)).await;
-    // This thread is the runtime's only one, so the client reads nothing meanwhile.
+    // This thread is the proxy's only one, so nothing is read from the server meanwhile.
     let (channel, noise) = (
         format!("redisson_lock__channel:{{{name}}}"),
         "x".repeat(256 << 10),

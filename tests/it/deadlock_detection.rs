@@ -98,11 +98,11 @@ async fn waiting_for_another_task_is_no_deadlock() {
 
 #[tokio::test]
 async fn by_default_the_task_is_warned_and_waits() {
+    let log = Log::capture();
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
     let guard = lock.lock().await.unwrap();
-    let log = Log::capture();
     let timeout = Duration::from_millis(200);
     let error = lock.lock().timeout(timeout).await.unwrap_err();
     let events = log.from(Level::WARN);

@@ -6,7 +6,6 @@ use std::time::Duration;
 use crate::support::observe::{exists, owner_counts, park, sha1_of};
 use crate::support::proxy::{Fate, Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until_async};
-use futures::FutureExt;
 use redisson_lock::{LockClient, Owner, OwnerExt};
 use tokio::time::{sleep, timeout};
 
@@ -62,7 +61,15 @@ async fn force_unlock_notifies_owner_with_busy_task() {
         let name = lock.name().to_owned();
         let owner = tokio::spawn(lock.lock().lease(LEASE).into_future());
         let forced = tokio::spawn(async move { lock.force_unlock().await });
-        let (guard, forced) = (owner.await.unwrap().unwrap(), forced.await.unwrap());
+        let (guard, forced) = (owner.await.unwrap(), forced.await.unwrap());
+        let guard = match guard {
+            Ok(guard) => guard,
+            // It was freed before its owner had the guard.
+            Err(error) => {
+                assert!(error.is_lost(), "{error:?}");
+                continue;
+            }
+        };
         let rival = other.lock(&name).try_lock().await.unwrap();
         assert!(
             guard.is_lost() || rival.is_none(),
@@ -157,37 +164,4 @@ async fn repeated_force_unlock_of_expired_owner_keeps_later_tenure() {
         );
         proxy.no_more_fates();
     }
-}
-
-/// The force unlock reads the state while the lock is free, and continues only when an owner holds
-/// it: it frees nothing, and notifies no owner of a loss.
-#[tokio::test]
-async fn force_unlock_of_free_lock_keeps_later_grant() {
-    let server = Server::start();
-    let mut redis = server.connection();
-    let proxy = Proxy::start(&server).await;
-    let client = LockClient::connect(&proxy.url()).await.unwrap();
-    let lock = client.lock(unique("stock"));
-    let name = lock.name().to_owned();
-    proxy.set(Way::Both, Flow::Hold);
-    proxy.close_now();
-    // The client has to notice the closed connection, which no event shows. Then both requests wait
-    // for a connection.
-    sleep(ms(200)).await;
-    let parked = park(lock.lock());
-    sleep(ms(5)).await;
-    let mut forced = park(lock.force_unlock());
-    proxy.set(Way::Both, Flow::Pass);
-    sleep(ms(500)).await;
-    assert!((&mut forced).now_or_never().is_none());
-    // It reads the state, and is not polled when the reply arrives.
-    sleep(ms(100)).await;
-    let guard = parked.await.unwrap();
-    assert_eq!(forced.await, Ok(false));
-    assert!(exists(&mut redis, &name));
-    assert!(
-        !guard.is_lost(),
-        "notified of {:?}, and holds the lock",
-        guard.lost().now_or_never()
-    );
 }

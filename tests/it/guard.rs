@@ -6,8 +6,7 @@ use std::future::pending;
 use std::time::{Duration, Instant};
 
 use crate::support::bench::{BRIEF, Bench, LIMIT, assert_lost, why_lost};
-use crate::support::observe::exists;
-use crate::support::server::{Server, unique, wait_until};
+use crate::support::server::{unique, wait_until};
 use futures::FutureExt;
 use redisson_lock::{ClientId, LockClient, LostReason, Owner, OwnerExt};
 
@@ -130,51 +129,6 @@ async fn guard_dropped_on_thread_without_runtime_is_released() {
     wait_until("the thread has ended", LIMIT, || thread.is_finished());
     thread.join().expect("no panic");
     bench.wait_until_free();
-}
-
-#[test]
-fn calls_after_runtime_ended_fail_and_lease_expires() {
-    let server = Server::start();
-    let mut observer = server.connection();
-    let (names, url) = ([unique("runtime"), unique("runtime")], server.url());
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .enable_all()
-        .build()
-        .unwrap();
-    let (client, dropped, unlocked) = runtime.block_on(async {
-        let builder = LockClient::builder().retry_timeout(Duration::from_millis(500));
-        let client = builder.connect(&url).await.unwrap();
-        let lease = Duration::from_millis(1_500);
-        let [one, other] = names
-            .each_ref()
-            .map(|name| client.lock(name).lock().lease(lease));
-        (client, one.await.unwrap(), other.await.unwrap())
-    });
-    let lock = client.lock(&names[0]);
-    drop(runtime);
-    drop(dropped);
-    let other = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
-    let calls = async {
-        (
-            unlocked.unlock().await.is_err(),
-            lock.try_lock().await.is_err(),
-            lock.is_locked().await.is_err(),
-        )
-    };
-    let answers = other.block_on(async { tokio::time::timeout(LIMIT, calls).await });
-    assert_eq!(
-        answers.expect("the calls hang"),
-        (true, true, true),
-        "a call reached the server without its runtime"
-    );
-    drop((client, lock));
-    for name in names {
-        wait_until("the lease expires", LIMIT, || !exists(&mut observer, &name));
-    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -29,7 +29,7 @@ impl Write for Log {
 }
 
 impl Log {
-    /// Records the events of this thread while the returned guard exists.
+    /// Records the events of this thread, and of clients that it connects, while the guard exists.
     fn record(&self) -> tracing::subscriber::DefaultGuard {
         let writer = self.clone();
         let subscriber = tracing_subscriber::fmt()
@@ -56,6 +56,8 @@ impl Log {
 
 /// The warnings in this thread while the work runs.
 async fn warnings_during(work: impl AsyncFnOnce(ReentrantLock)) -> String {
+    let log = Log::default();
+    let _recording = log.record();
     let server = Server::start();
     let client = LockClient::builder()
         .watchdog_timeout(2 * BRIEF)
@@ -63,8 +65,6 @@ async fn warnings_during(work: impl AsyncFnOnce(ReentrantLock)) -> String {
         .connect(&server.url())
         .await
         .unwrap();
-    let log = Log::default();
-    let _recording = log.record();
     work(client.lock(unique("stock"))).await;
     client.shutdown().await.unwrap();
     log.warnings()
@@ -146,14 +146,14 @@ async fn long_wait_for_lock_of_same_client_is_warned() {
 /// does so after a while without a reply.
 #[tokio::test]
 async fn wait_for_own_late_granted_lock_is_warned() {
+    let log = Log::default();
+    let _recording = log.record();
     let server = Server::start();
     let client = LockClient::builder()
         .command_timeout(BRIEF)
         .connect(&server.url())
         .await
         .unwrap();
-    let log = Log::default();
-    let _recording = log.record();
     for late in [false, true] {
         let lock = client.lock(unique("stock"));
         let name = lock.name().to_owned();
@@ -201,6 +201,8 @@ async fn wait_for_many_short_holds_is_not_warned() {
 /// successes. The log must not report an outage for each refusal: that would hide the refusal.
 #[tokio::test]
 async fn refused_renewal_is_not_reported_as_outage() {
+    let log = Log::default();
+    let _recording = log.record();
     let server = Server::start();
     let mut redis = server.connection();
     let user = [
@@ -214,8 +216,6 @@ async fn refused_renewal_is_not_reported_as_outage() {
         .connect(&url)
         .await
         .unwrap();
-    let log = Log::default();
-    let _recording = log.record();
     let mut guards = Vec::new();
     for _ in 0..20 {
         guards.push(client.lock(unique("app:stock")).lock().await.unwrap());
@@ -245,6 +245,8 @@ async fn refused_renewal_is_not_reported_as_outage() {
 /// The field `lock` is written in one way, so that one filter finds each event about a lock.
 #[tokio::test]
 async fn lock_is_printed_without_quotes_in_events_and_spans() {
+    let log = Log::default();
+    let _recording = log.record();
     let server = Server::start();
     let client = LockClient::builder()
         .command_timeout(BRIEF / 5)
@@ -252,8 +254,6 @@ async fn lock_is_printed_without_quotes_in_events_and_spans() {
         .connect(&server.url())
         .await
         .unwrap();
-    let log = Log::default();
-    let _recording = log.record();
     let name = unique("stock");
     let lock = client.lock(&name);
     lock.run(async {}).await.unwrap();

@@ -506,8 +506,8 @@ fn expiry_is_never_shortened() {
     let calls: [fn(&mut Bench, &str) -> Answer; 5] = [
         |bench, name| bench.acquire_for(name, ME, 1, "2", "3"),
         |bench, name| bench.acquire_for(name, ME, 1, "1", "2"),
-        |bench, name| bench.release_for(name, ME, 1, "1"),
-        |bench, name| bench.release_for(name, ME, 1, "2"),
+        |bench, name| bench.release_for(name, ME, 0, "1"),
+        |bench, name| bench.release_for(name, ME, 0, "2"),
         |bench, name| bench.renew(name, ME, 1),
     ];
     for (at, call) in calls.into_iter().enumerate() {
@@ -656,7 +656,7 @@ fn batch_handles_each_lock_independently() {
     check(RENEW, &|_| owned(&[ME, &longer]), answer(1, 0), 0);
     check(
         RELEASE,
-        &|at| owned(&[ME, &channels[at], &lease, "1"]),
+        &|at| owned(&[ME, &channels[at], "0", "1"]),
         answer(0, 1),
         2,
     );

@@ -54,7 +54,11 @@ fn assert_leaves_nothing<F: Future>(server: &Server, future: F) -> F::Output {
 fn shutdown_leaves_no_task_connection_or_subscription() {
     let server = Server::start();
     let kept = assert_leaves_nothing(&server, async {
-        let client = LockClient::connect(&server.url()).await.unwrap();
+        // For so long the connection is kept for a guard that is not dropped.
+        let builder = LockClient::builder()
+            .command_timeout(ms(300))
+            .retry_timeout(ms(300));
+        let client = builder.connect(&server.url()).await.unwrap();
         let lock = client.lock(unique("stock"));
         let guard = lock.lock().await.unwrap();
         let waiter = tokio::spawn(lock.lock().into_future());
@@ -68,7 +72,7 @@ fn shutdown_leaves_no_task_connection_or_subscription() {
             .expect("the shutdown hangs")
             .unwrap();
         // They are closed although handles of the client exist.
-        wait_until("the connections are closed", ms(1_000), || {
+        wait_until("the connections are closed", SOON, || {
             connections(&mut redis) == 0
         });
         assert_eq!(
@@ -291,7 +295,9 @@ fn client_ends_with_last_guard_after_its_release() {
         wait_until("no task is alive", SOON, || {
             runtime.metrics().num_alive_tasks() == 0
         });
-        assert_eq!(pttl(&mut redis, &name), -2, "the lock was not released");
+        wait_until("the lock is released", ms(1_000), || {
+            pttl(&mut redis, &name) == -2
+        });
         wait_until("no connection is open", SOON, || {
             connections(&mut redis) == 0
         });

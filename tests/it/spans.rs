@@ -14,10 +14,10 @@ const LIMIT: Duration = Duration::from_secs(10);
 
 #[tokio::test]
 async fn acquire_span_has_lock_owner_wait_and_outcome() {
+    let log = Log::capture();
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let log = Log::capture();
     let guard = lock.lock().await.unwrap();
     let timeout = Duration::from_millis(50);
     assert!(lock.try_lock_for(timeout).await.unwrap().is_none());
@@ -39,10 +39,10 @@ async fn acquire_span_has_lock_owner_wait_and_outcome() {
 
 #[tokio::test]
 async fn run_span_surrounds_the_work() {
+    let log = Log::capture();
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
-    let log = Log::capture();
     let name = lock
         .run(async { tracing::Span::current().metadata().map(|span| span.name()) })
         .await
@@ -56,10 +56,10 @@ async fn run_span_surrounds_the_work() {
 
 #[tokio::test]
 async fn reconnect_event_has_address_and_length_of_the_outage() {
+    let log = Log::capture();
     let server = Server::start();
     let mut redis = server.connection();
     let client = LockClient::connect(&server.url()).await.unwrap();
-    let log = Log::capture();
     cmd("CLIENT")
         .arg(&["KILL", "TYPE", "normal"])
         .exec(&mut redis)
@@ -102,12 +102,12 @@ async fn shutdown_after_dropped_guards_reports_no_loss() {
 
 #[tokio::test]
 async fn replaced_connection_event_has_a_reason_of_this_library() {
+    let log = Log::capture();
     let server = Server::start();
     let proxy = Proxy::start(&server).await;
     let client = LockClient::connect(&proxy.url()).await.unwrap();
     let lock = client.lock(unique("stock"));
     lock.is_locked().await.unwrap();
-    let log = Log::capture();
     proxy.stall();
     let asking = async { lock.is_locked().await };
     let closing = async {

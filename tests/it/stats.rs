@@ -91,7 +91,7 @@ async fn stats_count_losses_by_reason_and_renewals() {
             losses.gone,
             losses.force_unlocked,
             losses.shutdown,
-            losses.runtime_ended
+            losses.client_failed
         ),
         (1, 1, 1, 1, 0)
     );

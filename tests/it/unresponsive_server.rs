@@ -1,14 +1,14 @@
 //! Waiters while the server sends no replies: which result they get, and when, if other waiters in
 //! the queue are not polled.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use crate::support::observe::{poll_to_sleep, scripts};
+use crate::support::observe::scripts;
 use crate::support::proxy::{Fate, Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until};
 use futures::FutureExt;
 use redisson_lock::{Error, LockClient};
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 const LIMIT: Duration = Duration::from_secs(20);
 
@@ -97,100 +97,4 @@ async fn wait_without_any_reply_reports_no_contention() {
         "the lock is free and no attempt got a reply: {outcome:?}"
     );
     drop(unpolled);
-}
-
-/// The waiter was not polled for a while, and the server has been replying again for long.
-#[tokio::test(flavor = "multi_thread")]
-async fn unpolled_waiter_tries_again_before_it_fails() {
-    let server = Server::start();
-    let mut redis = server.connection();
-    let proxy = Proxy::start(&server).await;
-    let client = LockClient::builder()
-        .command_timeout(ms(300))
-        .retry_timeout(ms(500))
-        .connect(&proxy.url())
-        .await
-        .unwrap();
-    let lock = client.lock(unique("stock"));
-    proxy.set(Way::Both, Flow::Hold);
-    let mut first = lock.lock().into_future();
-    assert!(futures::poll!(&mut first).is_pending());
-    let first = tokio::spawn(first);
-    let mut unpolled = lock.lock().into_future();
-    assert!(futures::poll!(&mut unpolled).is_pending());
-    first
-        .await
-        .unwrap()
-        .expect_err("the server sends no replies");
-    proxy.set(Way::Both, Flow::Pass);
-    // Only time can pass here: by the clock the waiter waits for several retry timeouts, but it is
-    // polled during none of them.
-    sleep(ms(3_000)).await;
-    client
-        .lock(unique("stock"))
-        .lock()
-        .await
-        .unwrap()
-        .unlock()
-        .await
-        .unwrap();
-    let before = scripts(&mut redis);
-    let got = timeout(LIMIT, unpolled).await.expect("the waiter hangs");
-    let sent = scripts(&mut redis) - before;
-    assert!(
-        got.is_ok(),
-        "the server has been replying for 3 s, the lock is free, {sent} scripts were sent: {:?}",
-        got.err()
-    );
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn timed_out_waiter_gets_reply_before_requeued_waiter() {
-    let server = Server::start();
-    let mut redis = server.connection();
-    let proxy = Proxy::start(&server).await;
-    let client = LockClient::builder()
-        .recheck_interval(ms(300))
-        .command_timeout(ms(5_000))
-        .connect(&proxy.url())
-        .await
-        .unwrap();
-    let other = LockClient::connect(&server.url()).await.unwrap();
-    let lock = client.lock(unique("stock"));
-    let name = lock.name().to_owned();
-    let guard = other.lock(&name).lock().await.unwrap();
-    let mut unpolled = [lock.lock().into_future()];
-    poll_to_sleep(&mut redis, &name, &mut unpolled).await;
-    let [mut unpolled] = unpolled;
-    let head = tokio::spawn(lock.lock().into_future());
-    // The unpolled request may have sent one more script.
-    let before = scripts(&mut redis);
-    wait_until("the next request overtakes it and tries", LIMIT, || {
-        scripts(&mut redis) > before + 1
-    });
-    let before = scripts(&mut redis);
-    proxy.set(Way::Replies, Flow::Hold);
-    wait_until("the head tries, and gets no reply", LIMIT, || {
-        scripts(&mut redis) > before
-    });
-    let began = Instant::now();
-    let mut timed = lock.try_lock_for(ms(10)).into_future();
-    assert!(futures::poll!(&mut timed).is_pending());
-    let timed = tokio::spawn(timed);
-    // Its timeout has passed by then.
-    sleep(ms(50)).await;
-    // It is queued again, behind the timed request.
-    assert!(futures::poll!(&mut unpolled).is_pending());
-    let unpolled = tokio::spawn(unpolled);
-    proxy.set(Way::Replies, Flow::Pass);
-    let outcome = timed.await.unwrap();
-    let took = began.elapsed();
-    guard.unlock().await.unwrap();
-    for waiter in [head, unpolled] {
-        drop(timeout(LIMIT, waiter).await.expect("a waiter hangs"));
-    }
-    assert!(
-        took < ms(1_000),
-        "a wait of 10 ms, with the reply after 50 ms, took {took:?}: {outcome:?}"
-    );
 }

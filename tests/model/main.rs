@@ -6,7 +6,6 @@
 
 mod case;
 mod checks;
-mod interleavings;
 mod reference;
 mod scripts;
 #[path = "../support/mod.rs"]

@@ -1,4 +1,5 @@
-//! What the library logs on this thread: events, and spans when they close.
+//! What the library logs on this thread and on those of clients that it connects: events, and spans
+//! when they close.
 
 #![allow(dead_code)]
 
@@ -14,8 +15,8 @@ use tracing_subscriber::Registry;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
-/// The events and spans of the thread that made it, for as long as it lives. Tests that use it run
-/// on one thread.
+/// The events and spans of the thread that made it, for as long as it lives, and of each client that
+/// this thread connects meanwhile. Tests that use it run on one thread.
 pub struct Log {
     lines: Arc<Mutex<Vec<Line>>>,
     _default: DefaultGuard,

@@ -1,0 +1,268 @@
+//! Between the engine and everything around it: callers, the link, the clock, the log.
+//!
+//! Each input goes through [`Driver::apply`]: it takes the lock, then the time (so inputs are
+//! monotone), changes the engine, drains its outputs, releases the lock, and only then sends, wakes
+//! and logs. Nothing that calls back is dropped or called under the lock.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, Waker};
+
+use bytes::Bytes;
+use parking_lot::Mutex;
+use tokio::sync::{Notify, mpsc};
+
+use crate::engine::{CallId, Engine, Event, Notice, Outcome, RequestId, Transmit};
+use crate::lease_cell::LeaseCell;
+use crate::stats::Stats;
+use crate::time::Time;
+use crate::wire::Call;
+
+mod clock;
+mod notices;
+mod request;
+mod subscriptions;
+mod thread;
+
+pub(crate) use clock::Clock;
+pub(crate) use request::{Acquisition, Pending};
+pub(crate) use thread::{Ended, Work, start};
+
+/// What the link is asked to do.
+#[derive(Debug)]
+pub(crate) enum Outgoing {
+    Call(CallId, Call),
+    /// The server is not the master any more.
+    Reconnect,
+}
+
+/// See the [module](self).
+pub(crate) struct Driver {
+    state: Mutex<State>,
+    pub(crate) clock: Clock,
+    outgoing: mpsc::UnboundedSender<Outgoing>,
+    /// Signals the thread that a timer is due earlier than it expects, or that the client has ended.
+    alarm: Notify,
+    /// Signals changed subscriptions.
+    subscriptions: Notify,
+    /// Signals that the server is not the master any more.
+    server_left: Notify,
+    /// Counts the connections for calls that replaced a lost one.
+    reconnects: Arc<AtomicU64>,
+}
+
+struct State {
+    engine: Engine,
+    /// By request; one stays until its caller has taken the outcome, longer than the engine knows it.
+    slots: HashMap<RequestId, Slot>,
+    /// When the thread wakes up; `None` while it sleeps without a timer.
+    armed: Option<Time>,
+    /// Subscriptions to make (`true`) and to end, in order.
+    subscriptions: Vec<(Bytes, bool)>,
+}
+
+/// What a caller waits for.
+enum Slot {
+    Waiting(Waker),
+    Ready(Outcome),
+}
+
+/// What is to be done after the lock is released.
+#[derive(Default)]
+struct Effects {
+    calls: Vec<Outgoing>,
+    wakers: Vec<Waker>,
+    lost: Vec<Arc<LeaseCell>>,
+    notices: Vec<Notice>,
+    has_alarm: bool,
+    has_subscriptions: bool,
+    /// Dropped outside the lock.
+    replaced: Vec<Slot>,
+}
+
+impl Driver {
+    pub(crate) fn new(
+        engine: Engine,
+        reconnects: Arc<AtomicU64>,
+    ) -> (Arc<Self>, mpsc::UnboundedReceiver<Outgoing>) {
+        let (outgoing, calls) = mpsc::unbounded_channel();
+        let driver = Arc::new(Self {
+            state: Mutex::new(State {
+                engine,
+                slots: HashMap::new(),
+                armed: None,
+                subscriptions: Vec::new(),
+            }),
+            clock: Clock::new(),
+            outgoing,
+            alarm: Notify::new(),
+            subscriptions: Notify::new(),
+            server_left: Notify::new(),
+            reconnects,
+        });
+        (driver, calls)
+    }
+
+    /// Changes the engine. `None` if the engine failed over it: then each request has ended with an
+    /// error, and each lock is lost.
+    pub(crate) fn apply<T>(&self, change: impl FnOnce(&mut Engine, Time) -> T) -> Option<T> {
+        self.change(|state, now, _| change(&mut state.engine, now))
+    }
+
+    /// Begins a request.
+    pub(crate) fn submit(
+        self: &Arc<Self>,
+        begin: impl FnOnce(&mut Engine, Time) -> RequestId,
+    ) -> Pending {
+        Pending::new(Arc::clone(self), self.apply(begin))
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        let stats = self.state.lock().engine.stats();
+        Stats {
+            reconnects: self.reconnects.load(Ordering::Relaxed),
+            ..stats
+        }
+    }
+
+    /// Takes the outcome of a request if there is one, and keeps the waker otherwise.
+    fn poll(&self, id: RequestId, cx: &mut Context<'_>) -> Poll<Outcome> {
+        let mut replaced = None;
+        let polled = {
+            let slots = &mut self.state.lock().slots;
+            match slots.remove(&id) {
+                Some(Slot::Ready(outcome)) => Poll::Ready(outcome),
+                Some(Slot::Waiting(waker)) if waker.will_wake(cx.waker()) => {
+                    slots.insert(id, Slot::Waiting(waker));
+                    Poll::Pending
+                }
+                slot => {
+                    replaced = slot;
+                    slots.insert(id, Slot::Waiting(cx.waker().clone()));
+                    Poll::Pending
+                }
+            }
+        };
+        drop(replaced);
+        polled
+    }
+
+    /// The caller of a request has gone.
+    fn cancel(&self, id: RequestId) {
+        let _ = self.change(|state, now, effects| {
+            effects.replaced.extend(state.slots.remove(&id));
+            state.engine.cancel(now, id);
+        });
+    }
+
+    fn change<T>(&self, change: impl FnOnce(&mut State, Time, &mut Effects) -> T) -> Option<T> {
+        let mut effects = Effects::default();
+        let output = {
+            let state = &mut *self.state.lock();
+            let now = self.clock.now();
+            let changed = catch_unwind(AssertUnwindSafe(|| change(state, now, &mut effects)));
+            if changed.is_err() {
+                state.engine.fail();
+            }
+            state.drain(&mut effects);
+            changed
+        };
+        if output.is_err() {
+            tracing::error!("the lock client has failed, each of its locks is lost");
+        }
+        self.perform(effects);
+        output.ok()
+    }
+
+    /// What the outputs of the engine ask for, outside the lock.
+    fn perform(&self, effects: Effects) {
+        for call in effects.calls {
+            // An error means that the client has ended, and with it each request.
+            let _ = self.outgoing.send(call);
+        }
+        if effects.has_alarm {
+            self.alarm.notify_one();
+        }
+        if effects.has_subscriptions {
+            self.subscriptions.notify_one();
+        }
+        for cell in effects.lost {
+            contain(|| cell.wake());
+        }
+        for waker in effects.wakers {
+            contain(|| waker.wake());
+        }
+        for notice in effects.notices {
+            contain(|| notices::log(notice));
+        }
+    }
+
+    /// When the thread has to call [`Engine::handle_timeout`]. It wakes up then, unless it is told
+    /// that this is too late.
+    fn arm(&self) -> Option<Time> {
+        let state = &mut *self.state.lock();
+        let next = state.engine.poll_timeout();
+        // With nothing to do an old setting stays: locks that come and go do not wake the thread
+        // each time.
+        if next.is_some() || state.armed.is_some_and(|at| at <= self.clock.now()) {
+            state.armed = next;
+        }
+        state.armed
+    }
+
+    fn has_ended(&self) -> bool {
+        self.state.lock().engine.has_ended()
+    }
+
+    /// The changes of subscriptions since the last call.
+    fn take_subscriptions(&self) -> Vec<(Bytes, bool)> {
+        std::mem::take(&mut self.state.lock().subscriptions)
+    }
+}
+
+/// Runs foreign code, a waker or a subscriber of the log. If it panics, the client goes on.
+fn contain(run: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(run)).is_err() {
+        let _ = catch_unwind(|| {
+            tracing::error!("a waker or a subscriber of the log panicked, the client goes on");
+        });
+    }
+}
+
+impl State {
+    fn drain(&mut self, effects: &mut Effects) {
+        while let Some(transmit) = self.engine.poll_transmit() {
+            match transmit {
+                Transmit::Call(id, call) => effects.calls.push(Outgoing::Call(id, call)),
+                Transmit::Reconnect => effects.calls.push(Outgoing::Reconnect),
+                Transmit::Subscribe(name) => self.subscriptions.push((name, true)),
+                Transmit::Unsubscribe(name) => self.subscriptions.push((name, false)),
+            }
+        }
+        effects.has_subscriptions = !self.subscriptions.is_empty();
+        while let Some(event) = self.engine.poll_event() {
+            match event {
+                Event::Completed(id, outcome) => {
+                    match self.slots.insert(id, Slot::Ready(outcome)) {
+                        Some(Slot::Waiting(waker)) => effects.wakers.push(waker),
+                        slot => effects.replaced.extend(slot),
+                    }
+                }
+                Event::Lost(cell) => effects.lost.push(cell),
+                Event::Notice(notice) => effects.notices.push(notice),
+            }
+        }
+        let next = self.engine.poll_timeout();
+        let is_earlier = match (next, self.armed) {
+            (Some(next), Some(armed)) => next < armed,
+            (Some(_), None) => true,
+            (None, _) => false,
+        };
+        if is_earlier {
+            self.armed = next;
+        }
+        effects.has_alarm = is_earlier || self.engine.has_ended();
+    }
+}

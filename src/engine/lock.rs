@@ -1,0 +1,388 @@
+//! The wait queue of a lock: the requests of this process in order, and one attempt in flight.
+//!
+//! A reason for an attempt (a message, a confirmed subscription, an expired lease) belongs to the
+//! lock, not to a request, so a request that is cancelled takes none with it. So does the attempt in
+//! flight: the next request waits for its outcome.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use rand::Rng;
+
+use super::backoff::Backoff;
+use super::notice::Notice;
+use super::requests::{Outcome, Request};
+use super::timers::Timer;
+use super::{Engine, LockId, OpId, RequestId, TenureId};
+use crate::config::DeadlockDetection;
+use crate::error::Error;
+use crate::keys::Keys;
+use crate::time::Time;
+
+#[derive(Debug)]
+pub(super) struct Lock {
+    pub(super) keys: Keys,
+    /// The requests that wait, by the order in which they came.
+    pub(super) queue: BTreeMap<u64, RequestId>,
+    /// The attempt in flight for the head of the queue. Its request may be gone.
+    pub(super) attempt: Option<OpId>,
+    /// Whether there is a reason for an attempt that none has taken up.
+    pub(super) has_reason: bool,
+    /// When the head makes an attempt without another reason.
+    pub(super) recheck_at: Time,
+    /// When an attempt asked the server last.
+    pub(super) asked_at: Time,
+    /// How many attempts the server has answered.
+    answers: u64,
+    answered_at: Option<Time>,
+    silence: Option<Silence>,
+    /// The requests whose wait time is over, and that wait for the next answer only.
+    pub(super) over: Vec<RequestId>,
+    /// How many entries there are.
+    pub(super) entries: usize,
+    /// The tenures of owners of this client.
+    pub(super) tenures: Vec<TenureId>,
+    /// Whether a request waits for messages.
+    pub(super) listens: bool,
+    /// Whether the last offer was not claimed: then others may not be claimed either, and the next
+    /// one waits a shorter time.
+    pub(super) has_unclaimed: bool,
+}
+
+/// A time in which no attempt got an answer.
+#[derive(Debug, Clone)]
+struct Silence {
+    /// When the first of these attempts began.
+    since: Time,
+    /// When the last of them ended.
+    until: Time,
+    /// What the server said to that one.
+    said: Option<String>,
+}
+
+/// The shortest pause after which an expiry of the present owner's lease is looked at: an expiry is
+/// no reason to spin.
+const FLOOR: Duration = Duration::from_millis(5);
+
+impl Lock {
+    pub(super) fn new(keys: Keys) -> Self {
+        Self {
+            keys,
+            queue: BTreeMap::new(),
+            attempt: None,
+            // The first request has a reason: nobody has asked yet.
+            has_reason: true,
+            recheck_at: Time::default(),
+            asked_at: Time::default(),
+            answers: 0,
+            answered_at: None,
+            silence: None,
+            over: Vec::new(),
+            entries: 0,
+            tenures: Vec::new(),
+            listens: false,
+            has_unclaimed: false,
+        }
+    }
+
+    /// Whether a request that joined after so many answers knows that another owner holds the lock:
+    /// an answer came since, or the last one still stands.
+    pub(super) fn is_known(&self, answers: u64) -> bool {
+        self.answers != answers || (self.attempt.is_none() && self.silence.is_none())
+    }
+
+    fn head(&self) -> Option<RequestId> {
+        self.queue.first_key_value().map(|(_, id)| *id)
+    }
+}
+
+impl Engine {
+    /// Puts a request at the end of its lock's queue.
+    pub(super) fn join_queue(&mut self, now: Time, id: RequestId) {
+        let Some(Request::Acquire(request)) = self.requests.get_mut(id) else {
+            return;
+        };
+        let lock_id = self.entries[request.entry].lock;
+        let lock = &mut self.locks[lock_id];
+        if request.place.is_none() {
+            if lock.queue.is_empty() && lock.attempt.is_none() {
+                lock.has_reason = true;
+            }
+            let place = self.next_place;
+            self.next_place += 1;
+            request.place = Some(place);
+            request.answers = lock.answers;
+            lock.queue.insert(place, id);
+            self.stats.requests_waiting += 1;
+            let entry = request.entry;
+            self.entries[entry].waiting.push(id);
+            if let Some(ends) = request.ends {
+                self.timers.set(Timer::Request(id), ends);
+            }
+        }
+        self.advance_lock(now, lock_id);
+        self.check_deadlock(now, id);
+    }
+
+    pub(super) fn leave_queue(&mut self, id: RequestId) {
+        let Some(Request::Acquire(request)) = self.requests.get_mut(id) else {
+            return;
+        };
+        let Some(place) = request.place.take() else {
+            return;
+        };
+        self.stats.requests_waiting -= 1;
+        let entry = &mut self.entries[request.entry];
+        entry.waiting.retain(|other| *other != id);
+        let lock = &mut self.locks[entry.lock];
+        lock.queue.remove(&place);
+        lock.over.retain(|other| *other != id);
+    }
+
+    /// Has the head of the queue make an attempt if there is a reason, or sleep until there is one.
+    pub(super) fn advance_lock(&mut self, now: Time, id: LockId) {
+        loop {
+            let Some(lock) = self.locks.get_mut(id) else {
+                return;
+            };
+            if lock.attempt.is_some() {
+                return;
+            }
+            let Some(head) = lock.head() else {
+                self.timers.clear(Timer::Lock(id));
+                self.stop_listening(now, id);
+                self.remove_lock_if_idle(id);
+                return;
+            };
+            if !lock.has_reason && now < lock.recheck_at {
+                self.timers.set(Timer::Lock(id), lock.recheck_at);
+                self.listen(id);
+                return;
+            }
+            match self.patience_left(now, id, head) {
+                Ok(patience) => {
+                    self.warn_of_long_wait(now, id, head);
+                    let recheck_at = now + self.recheck_interval(id);
+                    let lock = &mut self.locks[id];
+                    lock.has_reason = false;
+                    lock.recheck_at = recheck_at;
+                    lock.asked_at = now;
+                    self.timers.clear(Timer::Lock(id));
+                    self.begin_attempt(now, head, Some(patience));
+                    return;
+                }
+                Err(error) => self.complete_acquire(head, Outcome::Failed(error)),
+            }
+        }
+    }
+
+    /// One more reason for an attempt.
+    pub(super) fn wake_lock(&mut self, now: Time, id: LockId) {
+        if let Some(lock) = self.locks.get_mut(id) {
+            lock.has_reason = true;
+            self.advance_lock(now, id);
+        }
+    }
+
+    /// The attempt in flight is made again: it asks the server now.
+    pub(super) fn attempt_is_repeated(&mut self, now: Time, id: LockId, op: OpId) {
+        let recheck_at = now + self.recheck_interval(id);
+        let lock = &mut self.locks[id];
+        if lock.attempt == Some(op) {
+            lock.asked_at = now;
+            lock.recheck_at = recheck_at;
+        }
+    }
+
+    /// The attempt in flight was granted to a request, or to none if that is gone.
+    pub(super) fn attempt_was_granted(&mut self, id: LockId, op: OpId, lease_ends: Option<Time>) {
+        let lock = &mut self.locks[id];
+        if lock.attempt == Some(op) {
+            lock.attempt = None;
+            match lease_ends {
+                Some(at) => lock.recheck_at = lock.recheck_at.min(at),
+                None => lock.has_reason = true,
+            }
+        }
+    }
+
+    /// The attempt in flight found the lock held by another owner, for so long if it is not renewed.
+    pub(super) fn attempt_was_contended(
+        &mut self,
+        now: Time,
+        id: LockId,
+        op: OpId,
+        ttl: Option<Duration>,
+    ) {
+        let lock = &mut self.locks[id];
+        if lock.attempt == Some(op) {
+            lock.attempt = None;
+            if let Some(ttl) = ttl {
+                // A little later than the expiry.
+                let free_at = now + (ttl + Duration::from_millis(1)).max(FLOOR);
+                lock.recheck_at = lock.recheck_at.min(free_at);
+            }
+        }
+    }
+
+    /// The attempt in flight got no answer; perhaps the server said why. The next request has to ask
+    /// for itself.
+    pub(super) fn attempt_was_silent(&mut self, now: Time, op: OpId, said: Option<String>) {
+        let Some(operation) = self.ops.get(op) else {
+            return;
+        };
+        let began = operation.began;
+        let lock = &mut self.locks[self.entries[operation.entry].lock];
+        if lock.attempt != Some(op) {
+            return;
+        }
+        lock.attempt = None;
+        lock.has_reason = true;
+        // An answer that came since is worth more.
+        if lock.answered_at.is_some_and(|at| at >= began) {
+            return;
+        }
+        let (since, before) = lock
+            .silence
+            .take()
+            .map_or((began, None), |silence| (silence.since, silence.said));
+        lock.silence = Some(Silence {
+            since,
+            until: now,
+            said: said.or(before),
+        });
+    }
+
+    /// The server has answered an attempt: those whose wait time is over know that they did not get
+    /// the lock.
+    pub(super) fn lock_was_answered(&mut self, now: Time, id: LockId, by: Option<RequestId>) {
+        let lock = &mut self.locks[id];
+        lock.silence = None;
+        lock.answered_at = Some(now);
+        lock.answers += 1;
+        for request in std::mem::take(&mut lock.over) {
+            if Some(request) != by {
+                self.complete_acquire(request, Outcome::Contended);
+            }
+        }
+    }
+
+    /// For how much longer a request waits out trouble with the server: those in the queue do not
+    /// begin anew, one after the other.
+    fn patience_left(&self, now: Time, id: LockId, request: RequestId) -> Result<Duration, Error> {
+        let (lock, Some(Request::Acquire(request))) = (&self.locks[id], self.requests.get(request))
+        else {
+            return Ok(Duration::ZERO);
+        };
+        // Where nobody has asked for a while the trouble may well be over.
+        let recent = |silence: &&Silence| now.since(silence.until) < Backoff::LONGEST;
+        let Some(silence) = lock.silence.as_ref().filter(recent) else {
+            return Ok(request.patience);
+        };
+        let lasted = silence.until.since(silence.since.max(request.begun));
+        let left = request.patience.saturating_sub(lasted);
+        if !left.is_zero() || request.patience.is_zero() {
+            return Ok(left);
+        }
+        Err(match &silence.said {
+            Some(message) => super::errors::server(lock.keys.display(), message.as_str().into()),
+            None => self.connection(format!("no attempt got a reply for {lasted:?}").into()),
+        })
+    }
+
+    /// How long the head of a queue sleeps without a reason. With a confirmed subscription a message
+    /// comes, so it only looks for what messages do not tell.
+    fn recheck_interval(&mut self, id: LockId) -> Duration {
+        const CONFIRMED: Duration = Duration::from_secs(30);
+        const UNCONFIRMED: Duration = Duration::from_secs(1);
+        let confirmed = self.is_confirmed(id);
+        match self.settings.recheck {
+            // Spread, so that the re-checks of many processes do not come at once.
+            Some(interval) => interval.mul_f64(self.rng.random_range(0.8..1.0)),
+            None if confirmed => CONFIRMED.mul_f64(self.rng.random_range(0.5..1.0)),
+            None => UNCONFIRMED.mul_f64(self.rng.random_range(0.8..1.0)),
+        }
+    }
+
+    /// Looks, once for each request that has to wait, whether its task holds the lock itself.
+    pub(super) fn check_deadlock(&mut self, now: Time, id: RequestId) {
+        let Some(Request::Acquire(request)) = self.requests.get_mut(id) else {
+            return;
+        };
+        if request.op.is_some() || request.place.is_none() || request.checked {
+            return;
+        }
+        request.checked = true;
+        let (entry, task) = (request.entry, request.task);
+        let own = self.locks[self.entries[entry].lock].tenures.iter();
+        let Some(holder) = own
+            .copied()
+            .find(|tenure| self.is_held_by_task(now, *tenure, task))
+        else {
+            return;
+        };
+        let holder = self.tenures[holder].entry;
+        match self.settings.detection {
+            DeadlockDetection::Warn => self.notice(Notice::Deadlock {
+                subject: self.subject(entry),
+                held_by: self.owner_name(holder),
+            }),
+            DeadlockDetection::Fail => {
+                let error = Error::WouldDeadlock {
+                    lock: self.lock_name(entry),
+                    owner: self.entries[holder].owner,
+                };
+                let lock = self.entries[entry].lock;
+                self.complete_acquire(id, Outcome::Failed(error));
+                self.advance_lock(now, lock);
+            }
+        }
+    }
+
+    /// Reports, once, that the lock has been held by this client since before a long wait began:
+    /// perhaps by code that waits for this very task.
+    fn warn_of_long_wait(&mut self, now: Time, lock: LockId, id: RequestId) {
+        let Some(Request::Acquire(request)) = self.requests.get(id) else {
+            return;
+        };
+        let waited = now.since(request.begun);
+        if waited <= self.settings.watchdog.duration() || request.warned_of_own {
+            return;
+        }
+        let (entry, begun) = (request.entry, request.begun);
+        let own = self.locks[lock].tenures.iter();
+        let Some(holder) = own
+            .map(|tenure| &self.tenures[*tenure])
+            .find(|tenure| tenure.began < begun)
+        else {
+            return;
+        };
+        let notice = Notice::LongWait {
+            subject: self.subject(entry),
+            held_by: self.owner_name(holder.entry),
+            waited,
+        };
+        self.notice(notice);
+        if let Some(Request::Acquire(request)) = self.requests.get_mut(id) {
+            request.warned_of_own = true;
+        }
+    }
+
+    pub(super) fn remove_lock_if_idle(&mut self, id: LockId) {
+        let Some(lock) = self.locks.get(id) else {
+            return;
+        };
+        if lock.entries == 0 && lock.queue.is_empty() && lock.attempt.is_none() {
+            debug_assert!(lock.tenures.is_empty());
+            self.timers.clear(Timer::Lock(id));
+            self.forget_listener(id);
+            let name = lock_name_of(&self.locks[id]);
+            self.lock_ids.remove(&name);
+            self.locks.remove(id);
+        }
+    }
+}
+
+fn lock_name_of(lock: &Lock) -> bytes::Bytes {
+    lock.keys.name.clone()
+}

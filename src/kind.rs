@@ -1,0 +1,263 @@
+//! What differs between the kinds of lock: their scripts, and how the replies are read.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use crate::config::LeaseTime;
+use crate::error::ServerError;
+use crate::keys::Keys;
+use crate::script::catalog::{ACQUIRE, COUNT, FORCE_UNLOCK, INSPECT, RELEASE, RENEW};
+use crate::script::{Answer, REFUSED, answer, answers};
+use crate::wire::{Call, Failure, Reply};
+
+/// A kind of lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) enum Kind {
+    /// Redisson's `RLock`.
+    Reentrant,
+}
+
+/// A lock and an owner, as the scripts take them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Target<'a> {
+    pub(crate) keys: &'a Keys,
+    /// The field `CLIENT:THREAD`.
+    pub(crate) field: &'a Bytes,
+}
+
+/// The result of an acquire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Acquired {
+    /// The owner's hold count is `target`.
+    Granted,
+    /// Another owner holds the lock. The time until its expiry; `None` without an expiry.
+    Held(Option<Duration>),
+    /// The owner's hold count is neither `before` nor `target`: nothing was changed.
+    Other(i64),
+}
+
+/// The result of a release.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Released {
+    /// The lock is free.
+    Freed,
+    /// The owner's hold count is `leave`, above 0.
+    Left,
+    /// The owner's hold count was below `leave` already: nothing was changed.
+    Below(i64),
+}
+
+/// The result of a renewal, for one lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Renewed {
+    /// The lease is restored.
+    Yes,
+    /// The owner does not hold the lock.
+    Gone,
+    /// The server refused the renewal of this lock.
+    Refused(ServerError),
+}
+
+/// What the server knows of a lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Inspected {
+    pttl: i64,
+    /// Why its fields cannot be read.
+    refusal: Option<ServerError>,
+    /// The first owner with its hold count.
+    first: Option<(Bytes, Reply)>,
+}
+
+impl Kind {
+    /// Acquires a hold: sets the owner's hold count from `before` to `target`.
+    pub(crate) fn acquire(
+        self,
+        target: Target<'_>,
+        before: i64,
+        count: i64,
+        lease: LeaseTime,
+    ) -> Call {
+        let row = [
+            ("owner", target.field.clone()),
+            ("lease", digits(lease.millis())),
+            ("before", digits(before)),
+            ("target", digits(count)),
+        ];
+        ACQUIRE.batch(1).row(target.keys.name.clone(), row).call()
+    }
+
+    pub(crate) fn acquired(self, reply: Reply) -> Result<Acquired, Failure> {
+        let answer = accepted(answer(reply)?)?;
+        match answer.code {
+            1 => Ok(Acquired::Granted),
+            0 => Ok(Acquired::Held(
+                u64::try_from(answer.number).ok().map(Duration::from_millis),
+            )),
+            2 => Ok(Acquired::Other(answer.number)),
+            _ => Err(unexpected(&answer)),
+        }
+    }
+
+    /// Releases holds: sets the owner's hold count to `leave`. `lease` is what the remaining holds
+    /// are entitled to; `None` leaves the expiry as it is.
+    pub(crate) fn release(self, target: Target<'_>, leave: i64, lease: Option<LeaseTime>) -> Call {
+        let row = [
+            ("owner", target.field.clone()),
+            ("channel", target.keys.channel.clone()),
+            ("lease", digits(lease.map_or(0, LeaseTime::millis))),
+            ("leave", digits(leave)),
+        ];
+        RELEASE.batch(1).row(target.keys.name.clone(), row).call()
+    }
+
+    pub(crate) fn released(self, reply: Reply) -> Result<Released, Failure> {
+        let answer = accepted(answer(reply)?)?;
+        match answer.code {
+            1 => Ok(Released::Freed),
+            0 => Ok(Released::Left),
+            2 => Ok(Released::Below(answer.number)),
+            _ => Err(unexpected(&answer)),
+        }
+    }
+
+    /// Renews the leases of several locks.
+    pub(crate) fn renew<'a>(
+        self,
+        targets: impl ExactSizeIterator<Item = Target<'a>>,
+        lease: LeaseTime,
+    ) -> Call {
+        let millis = digits(lease.millis());
+        let batch = RENEW.batch(targets.len());
+        targets
+            .fold(batch, |batch, target| {
+                let row = [("owner", target.field.clone()), ("lease", millis.clone())];
+                batch.row(target.keys.name.clone(), row)
+            })
+            .call()
+    }
+
+    pub(crate) fn renewed(self, reply: Reply, locks: usize) -> Result<Vec<Renewed>, Failure> {
+        let answers = answers(reply, locks)?;
+        answers
+            .into_iter()
+            .map(|answer| match (answer.code, answer.refusal) {
+                (1, _) => Ok(Renewed::Yes),
+                (0, _) => Ok(Renewed::Gone),
+                (_, Some(error)) => Ok(Renewed::Refused(error)),
+                (code, None) => Err(Failure::Unknown(format!("unexpected reply code {code}"))),
+            })
+            .collect()
+    }
+
+    /// Reads the owner's hold count.
+    pub(crate) fn count(self, target: Target<'_>) -> Call {
+        let row = [("owner", target.field.clone())];
+        COUNT.batch(1).row(target.keys.name.clone(), row).call()
+    }
+
+    pub(crate) fn counted(self, reply: Reply) -> Result<i64, Failure> {
+        let answer = accepted(answer(reply)?)?;
+        match answer.code {
+            1 => Ok(answer.number),
+            _ => Err(unexpected(&answer)),
+        }
+    }
+
+    /// Frees the lock if that owner holds it; an empty owner stands for any.
+    pub(crate) fn force_unlock(self, target: Target<'_>) -> Call {
+        let row = [
+            ("owner", target.field.clone()),
+            ("channel", target.keys.channel.clone()),
+        ];
+        FORCE_UNLOCK
+            .batch(1)
+            .row(target.keys.name.clone(), row)
+            .call()
+    }
+
+    /// Whether the call freed the lock.
+    pub(crate) fn force_unlocked(self, reply: Reply) -> Result<bool, Failure> {
+        accepted(answer(reply)?).map(|answer| answer.code == 1)
+    }
+
+    /// Reads the state of the lock.
+    pub(crate) fn inspect(self, keys: &Keys) -> Call {
+        INSPECT.batch(1).row(keys.name.clone(), []).call()
+    }
+
+    pub(crate) fn inspected(self, reply: Reply) -> Result<Inspected, Failure> {
+        Inspected::read(reply)
+            .ok_or_else(|| Failure::Unknown("a reply of an unknown shape".to_owned()))
+    }
+}
+
+impl Inspected {
+    fn read(reply: Reply) -> Option<Self> {
+        let Reply::List(values) = reply else {
+            return None;
+        };
+        let is_paired = values.len() % 2 == 0;
+        let mut values = values.into_iter();
+        let (Some(Reply::Int(pttl)), Some(Reply::Text(refusal)), true) =
+            (values.next(), values.next(), is_paired)
+        else {
+            return None;
+        };
+        Some(Self {
+            pttl,
+            refusal: (!refusal.is_empty())
+                .then(|| String::from_utf8_lossy(&refusal).into_owned().into()),
+            first: match (values.next(), values.next()) {
+                (Some(Reply::Text(owner)), Some(count)) => Some((owner, count)),
+                _ => None,
+            },
+        })
+    }
+
+    /// Whether there is a key.
+    pub(crate) fn exists(&self) -> bool {
+        // What `PTTL` answers if there is no key.
+        self.pttl != -2
+    }
+
+    /// The time to live, unless the key has no expiry.
+    pub(crate) fn ttl(&self) -> Option<Duration> {
+        u64::try_from(self.pttl).ok().map(Duration::from_millis)
+    }
+
+    /// The first owner, and its hold count unless that is not a number; an error if the key is not
+    /// a lock.
+    pub(crate) fn owner(&self) -> Result<Option<(&Bytes, Result<u64, ServerError>)>, ServerError> {
+        if let Some(error) = &self.refusal {
+            return Err(error.clone());
+        }
+        let Some((owner, count)) = &self.first else {
+            return Ok(None);
+        };
+        let number = count.as_int().and_then(|count| u64::try_from(count).ok());
+        let count =
+            number.ok_or_else(|| format!("ERR the hold count is not a number: {count:?}").into());
+        Ok(Some((owner, count)))
+    }
+}
+
+/// Turns a refusal inside a reply into a server error.
+fn accepted(answer: Answer) -> Result<Answer, Failure> {
+    match answer {
+        Answer {
+            code: REFUSED,
+            refusal: Some(error),
+            ..
+        } => Err(Failure::Server(error)),
+        answer => Ok(answer),
+    }
+}
+
+fn unexpected(answer: &Answer) -> Failure {
+    Failure::Unknown(format!("unexpected reply: {answer:?}"))
+}
+
+fn digits(number: impl ToString) -> Bytes {
+    number.to_string().into()
+}
