@@ -131,7 +131,7 @@ impl fmt::Display for ClientId {
 /// assert_eq!(Owner::current(), None);
 /// # }
 /// ```
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub struct Owner {
     thread_id: i64,
     /// Whether only this process knows the id. Otherwise another process may hold locks under it.
@@ -291,6 +291,12 @@ impl Eq for Owner {}
 impl Hash for Owner {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.thread_id.hash(state);
+    }
+}
+
+impl fmt::Debug for Owner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Owner").field(&self.thread_id).finish()
     }
 }
 
@@ -464,13 +470,15 @@ pub(crate) fn owner_field(client: ClientId, owner: Owner) -> Bytes {
     format!("{client}:{owner}").into()
 }
 
-/// The thread id in an owner field; `None` if the field belongs to another client.
+/// The thread id in an owner field; `None` if the field belongs to another client, or is not
+/// written as this library writes it: `007` and `+7` are other fields than `7`.
 pub(crate) fn thread_of(owner: &[u8], client: ClientId) -> Option<i64> {
     let thread = std::str::from_utf8(owner)
         .ok()?
         .strip_prefix(&client.to_string())?
         .strip_prefix(':')?;
-    thread.parse().ok()
+    let number: i64 = thread.parse().ok()?;
+    (number.to_string() == thread).then_some(number)
 }
 
 /// The task or thread that runs the calling code, for deadlock detection.

@@ -34,11 +34,16 @@ pub(crate) enum Reply {
 }
 
 impl Reply {
-    /// The number, if the reply is an integer or a text that spells one.
+    /// The number, if the reply is an integer or a text that spells one as the server does: it
+    /// refuses to count on from `+1` or `01`.
     pub(crate) fn as_int(&self) -> Option<i64> {
         match self {
             Reply::Int(number) => Some(*number),
-            Reply::Text(text) => std::str::from_utf8(text).ok()?.parse().ok(),
+            Reply::Text(text) => {
+                let text = std::str::from_utf8(text).ok()?;
+                let number: i64 = text.parse().ok()?;
+                (number.to_string() == text).then_some(number)
+            }
             Reply::Nil | Reply::List(_) => None,
         }
     }
