@@ -1,6 +1,6 @@
 //! What the server knows of a lock, as a value.
 
-use std::fmt;
+use std::fmt::{self, Write};
 use std::time::Duration;
 
 use crate::owner::Owner;
@@ -34,9 +34,14 @@ pub struct LockInfo {
 
 impl fmt::Display for LockInfo {
     /// As in `8f0b...:17, ttl 1.2s`, or `8f0b...:17 of this client, ttl 1.2s` if the owner is one
-    /// of the client that asked.
+    /// of the client that asked. Control characters in the owner are escaped: it is one line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.owner)?;
+        for c in self.owner.chars() {
+            match c {
+                c if c.is_control() => write!(f, "{}", c.escape_default())?,
+                c => f.write_char(c)?,
+            }
+        }
         if self.local_owner.is_some() {
             f.write_str(" of this client")?;
         }
