@@ -154,7 +154,8 @@ pub enum Error {
         /// How it was lost.
         reason: LostReason,
     },
-    /// The server did not answer, so it is unknown whether the step was done.
+    /// The server did not answer, or could not be reached, so it is unknown whether the step was
+    /// done, or will be.
     ///
     /// The client settles it in the background: it releases what an acquire may have acquired, and
     /// it repeats a release until the server answers or the lease has expired. Until then other
@@ -191,9 +192,11 @@ pub enum Error {
         error: ServerError,
     },
     /// The server cannot be reached. Nothing was changed. Call again when it is back.
-    #[error("no connection to {address}: {error}")]
+    #[error("no connection to {address}{}: {error}", of_lock(.lock))]
     #[non_exhaustive]
     Connection {
+        /// The lock's name, if the operation concerns a lock.
+        lock: Option<String>,
         /// Host and port.
         address: String,
         /// What went wrong.
@@ -249,9 +252,9 @@ impl Error {
     /// [`InvalidLease`](Self::InvalidLease), [`InvalidTimeout`](Self::InvalidTimeout),
     /// [`AcquireTimeout`](Self::AcquireTimeout), [`WouldDeadlock`](Self::WouldDeadlock),
     /// [`NotHeld`](Self::NotHeld), [`Lost`](Self::Lost) and
-    /// [`OutcomeUnknown`](Self::OutcomeUnknown). Of [`Timeout`](Self::Timeout) and
-    /// [`Server`](Self::Server) if the step concerns a lock: `None` from `connect` and `shutdown`.
-    /// `None` of the others, [`Connection`](Self::Connection) included: they concern the client.
+    /// [`OutcomeUnknown`](Self::OutcomeUnknown). Of [`Timeout`](Self::Timeout),
+    /// [`Server`](Self::Server) and [`Connection`](Self::Connection) if the operation concerns a
+    /// lock: `None` from `connect` and `shutdown`. `None` of the others: they concern the client.
     #[must_use]
     pub fn lock(&self) -> Option<&str> {
         match self {
@@ -263,7 +266,9 @@ impl Error {
             | Self::NotHeld { lock, .. }
             | Self::Lost { lock, .. }
             | Self::OutcomeUnknown { lock, .. } => Some(lock),
-            Self::Timeout { lock, .. } | Self::Server { lock, .. } => lock.as_deref(),
+            Self::Timeout { lock, .. }
+            | Self::Server { lock, .. }
+            | Self::Connection { lock, .. } => lock.as_deref(),
             _ => None,
         }
     }
@@ -378,6 +383,12 @@ fn target(lock: &Option<String>, address: &Option<String>) -> String {
     }
 }
 
+fn of_lock(lock: &Option<String>) -> String {
+    lock.as_ref()
+        .map(|lock| format!(", for lock {lock:?}"))
+        .unwrap_or_default()
+}
+
 fn of(lock: &Option<String>, address: &Option<String>, database: &Option<u8>) -> String {
     match (lock, address, database) {
         (Some(lock), ..) => format!(" on lock {lock:?}"),
@@ -413,6 +424,7 @@ mod tests {
             error: message.into(),
         };
         let connection = |error| Error::Connection {
+            lock: Some(lock()),
             address: "localhost:6379".into(),
             error,
         };
@@ -449,11 +461,11 @@ mod tests {
             (server("NOPERM"), [false, false, false, true]),
             (
                 connection("lost".to_owned().into()),
-                [false, false, true, false],
+                [false, false, true, true],
             ),
             (
                 connection(ConnectionError::foreign("HTTP".into())),
-                [false, false, false, false],
+                [false, false, false, true],
             ),
             (Error::Closed, [false, false, false, false]),
             (Error::ClientFailed, [false, false, false, false]),

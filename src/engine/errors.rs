@@ -33,8 +33,9 @@ impl Engine {
         }
     }
 
-    pub(super) fn connection(&self, error: ConnectionError) -> Error {
+    pub(super) fn connection(&self, lock: String, error: ConnectionError) -> Error {
         Error::Connection {
+            lock: Some(lock),
             address: self.settings.address.to_string(),
             error,
         }
@@ -45,8 +46,8 @@ impl Engine {
         match failure {
             Failure::Closed => self.closed(),
             Failure::Server(error) => server(lock, error),
-            Failure::NotSent(error) => self.connection(error),
-            Failure::Unknown(detail) => self.connection(detail.into()),
+            Failure::NotSent(error) => self.connection(lock, error),
+            Failure::Unknown(detail) => self.connection(lock, detail.into()),
         }
     }
 

@@ -150,7 +150,8 @@ impl Engine {
         let inspected = match outcome.map(|reply| kind.inspected(reply)) {
             Ok(Ok(inspected)) => inspected,
             Ok(Err(_)) => {
-                let error = self.connection("a reply of an unknown shape".to_owned().into());
+                let problem = "a reply of an unknown shape".to_owned();
+                let error = self.connection(name, problem.into());
                 return self.complete(id, Outcome::Failed(error));
             }
             Err(failure) => {

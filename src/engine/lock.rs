@@ -286,7 +286,10 @@ impl Engine {
         }
         Err(match &silence.said {
             Some(message) => super::errors::server(lock.keys.display(), message.as_str().into()),
-            None => self.connection(format!("no attempt got a reply for {lasted:?}").into()),
+            None => {
+                let problem = format!("no attempt got a reply for {lasted:?}");
+                self.connection(lock.keys.display(), problem.into())
+            }
         })
     }
 

@@ -122,7 +122,8 @@ impl Engine {
             Ok(outcome) => outcome,
             Err(Failure::Server(error)) => Outcome::Failed(errors::server(name, error)),
             Err(Failure::Unknown(_) | Failure::NotSent(_) | Failure::Closed) => {
-                Outcome::Failed(self.connection("a reply of an unknown shape".to_owned().into()))
+                let problem = "a reply of an unknown shape".to_owned();
+                Outcome::Failed(self.connection(name, problem.into()))
             }
         };
         self.complete(id, outcome);

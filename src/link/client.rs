@@ -96,6 +96,7 @@ impl Link {
             }
             Err(_) => {
                 return Err(Error::Connection {
+                    lock: None,
                     address: settings.address(),
                     error: "the connection was lost while connecting".to_owned().into(),
                 });

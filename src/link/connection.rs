@@ -69,6 +69,7 @@ impl Connection {
             Ok(Err(problem)) => {
                 let error = ConnectionError::from_debug(problem.details());
                 Err(Error::Connection {
+                    lock: None,
                     address: settings.address(),
                     error: match problem.kind() {
                         ErrorKind::Protocol | ErrorKind::Parse => ConnectionError::foreign(

@@ -1,10 +1,16 @@
 //! Error variants and messages for common mistakes and for failures while connecting.
 
+use std::error::Error as _;
 use std::io::{Read, Write};
 use std::time::Duration;
 
-use crate::support::server::{Server, unique};
-use redisson_lock::{Error, LockClient};
+use crate::support::server::{Server, unique, wait_until_async};
+use redis::cmd;
+use redisson_lock::{ClientId, Error, LockClient};
+
+use crate::support::log::Log;
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// [`Error::Connection`] states that the server cannot be reached. Here it may have run the call.
 #[tokio::test]
@@ -71,4 +77,69 @@ async fn paused_server_at_connect_is_timeout() {
     server.resume();
     assert!(matches!(error, Error::Timeout { .. }));
     assert!(begun.elapsed() < Duration::from_secs(10));
+}
+
+async fn hasty(url: &str) -> LockClient {
+    LockClient::builder()
+        .command_timeout(Duration::from_millis(300))
+        .retry_timeout(Duration::from_millis(500))
+        .connect(url)
+        .await
+        .unwrap()
+}
+
+/// "`Display` states what happened in one line".
+#[tokio::test]
+async fn error_about_owner_with_line_end_is_one_line() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    cmd("HSET")
+        .arg(&[lock.name(), "other\nERROR forged line", "1"])
+        .exec(&mut redis)
+        .unwrap();
+    let error = lock.lock().timeout(Duration::ZERO).await.unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("held by"), "{text}");
+    assert!(!text.chars().any(char::is_control), "{text:?}");
+}
+
+/// "`Display` states what happened in one line".
+#[test]
+fn error_about_client_id_with_line_end_is_one_line() {
+    for text in [
+        "a\nb",
+        "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e\n1",
+        "\u{1b}[31m",
+    ] {
+        let error = text.parse::<ClientId>().unwrap_err().to_string();
+        assert!(!error.chars().any(char::is_control), "{error:?}");
+    }
+}
+
+/// "The name of the lock that is concerned, if one is."
+#[tokio::test]
+async fn connection_error_of_a_lock_names_the_lock() {
+    let mut server = Server::start();
+    let log = Log::capture();
+    let client = hasty(&server.url()).await;
+    let lock = client.lock(unique("stock"));
+    server.stop();
+    wait_until_async("the client has noticed", LIMIT, || async {
+        !log.with("connecting is tried again").is_empty()
+    })
+    .await;
+    let error = lock.lock().await.unwrap_err();
+    assert!(matches!(error, Error::Connection { .. }), "{error:?}");
+    assert!(error.source().is_some());
+    assert!(error.to_string().contains(&server.port().to_string()));
+    assert_eq!(error.lock(), Some(lock.name()), "{error}");
+}
+
+/// "Host and port": with brackets, or the port cannot be distinguished from the address.
+#[tokio::test]
+async fn address_of_an_ipv6_host_has_brackets() {
+    let error = LockClient::connect("redis://[::1]:1").await.unwrap_err();
+    assert!(error.to_string().contains("[::1]:1"), "{error}");
 }

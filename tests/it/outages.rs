@@ -543,7 +543,8 @@ async fn operation_during_outage_reports_why_connecting_fails() {
     };
     assert_eq!(source.kind(), std::io::ErrorKind::ConnectionRefused);
     let address = format!("127.0.0.1:{}", server.port());
-    let text = format!("no connection to {address}: Connection refused");
+    let name = lock.name();
+    let text = format!("no connection to {address}, for lock {name:?}: Connection refused");
     assert_eq!(error.to_string(), text);
     server.restart();
     wait_until_async("the server answers", SOON, || async {
