@@ -219,12 +219,23 @@ fn inline(secret: &str) -> String {
     quoted
 }
 
-/// Whether a URL without a login begins with a host, a port and a database number.
+/// Whether a URL with an `@` behind its authority has no login, and begins with a host, a port and
+/// a database number. A password that begins with digits looks like a port and a number, too
+/// (`redis://app:12#34@host:6379`): then a host follows the `@`.
 fn is_host_and_database(authority: &str, rest: &str) -> bool {
     let is_number = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
     let (host, port) = authority.rsplit_once(':').unwrap_or((authority, ""));
-    let path = rest[authority.len()..].split(['?', '#']).next();
-    !host.is_empty() && is_number(port) && is_number(path.unwrap_or_default().trim_matches('/'))
+    let is_port = port.is_empty() || is_number(port) && port.parse::<u16>().is_ok();
+    let mut parts = rest[authority.len()..].splitn(2, ['?', '#']);
+    let path = parts.next().unwrap_or_default();
+    let last = rest.rsplit_once('@').map_or("", |(_, last)| last);
+    let is_a_host = last.contains(['.', ':']) || last.split('/').next() == Some("localhost");
+    // `?mail=a@b.c` is a parameter.
+    let is_parameter = parts.next().is_some_and(|query| {
+        let (key, _) = query.split_once('=').unwrap_or_default();
+        !key.is_empty() && key.bytes().all(|byte| byte.is_ascii_alphanumeric())
+    });
+    !host.is_empty() && is_port && is_number(path.trim_matches('/')) && (is_parameter || !is_a_host)
 }
 
 /// Whether each `%` begins an escape of two hexadecimal digits.

@@ -28,6 +28,7 @@ mod inspection;
 mod lease;
 mod load;
 mod log_events;
+mod login;
 mod many_waiters;
 mod memory;
 mod outages;
