@@ -97,7 +97,7 @@ impl LockRequest {
         F: AsyncFnOnce(&LockGuard) -> T,
     {
         let guard = self.await?;
-        let output = guard.guarded(work(&guard)).await?;
+        let output = guard.guarded(async { work(&guard).await }).await?;
         guard.unlock_after(output).await
     }
 }
@@ -186,7 +186,7 @@ impl TryLockRequest {
     {
         match self.await? {
             Some(guard) => {
-                let output = guard.guarded(work(&guard)).await?;
+                let output = guard.guarded(async { work(&guard).await }).await?;
                 guard.unlock_after(output).await.map(Some)
             }
             None => Ok(None),

@@ -9,8 +9,10 @@ use std::time::Duration;
 use crate::support::bench::{BRIEF, Bench, LIMIT, assert_lost};
 use crate::support::observe::hold_count;
 use futures::FutureExt;
-use redisson_lock::{Error, LockClient, LostReason, Owner};
+use redisson_lock::{Error, LockClient, LockGuard, LostReason, Owner};
 use tokio::sync::oneshot;
+
+use crate::support::server::{Server, unique};
 
 /// Records that it was dropped.
 struct DropFlag(Arc<AtomicBool>);
@@ -233,4 +235,20 @@ async fn run_with_of_try_lock_passes_guard_or_does_not_run() {
     let ran = request().run_with(async |_| unreachable!("the lock is held"));
     assert_eq!(ran.await, Ok(None::<()>));
     held.unlock().await.unwrap();
+}
+
+/// "The code that is awaited is the owner": also the part of a closure before its future.
+#[tokio::test]
+async fn closure_of_run_with_has_a_current_owner() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let (here, of_guard) = lock
+        .run_with(|guard: &LockGuard| {
+            let pair = (Owner::current(), guard.owner());
+            async move { pair }
+        })
+        .await
+        .unwrap();
+    assert_eq!(here, Some(of_guard));
 }
