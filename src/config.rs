@@ -74,7 +74,10 @@ impl WaitTime {
 ///
 /// A hold counts for the task that acquired it, or that called
 /// [`LockGuard::run`](crate::LockGuard::run) last, also if its guard was passed to another task or
-/// if it was detached. Outside a tokio task the thread counts as the task.
+/// if it was detached. Outside a tokio task the thread counts as the task. A hold with a lease of
+/// its own ends by itself, so it does not count.
+///
+/// Before it reports a deadlock, the client asks the server whether the owner still has the hold.
 ///
 /// ```no_run
 /// use redisson_lock::{DeadlockDetection, Error, LockClient};

@@ -13,11 +13,12 @@ use super::backoff::Backoff;
 use super::notice::Notice;
 use super::requests::{Outcome, Request};
 use super::timers::Timer;
-use super::{Engine, LockId, OpId, RequestId, TenureId};
+use super::{Engine, EntryId, LockId, OpId, Purpose, RequestId, TenureId};
 use crate::config::DeadlockDetection;
-use crate::error::Error;
+use crate::error::{Error, LostReason};
 use crate::keys::Keys;
 use crate::time::Time;
+use crate::wire::{Failure, Reply};
 
 #[derive(Debug)]
 pub(super) struct Lock {
@@ -307,7 +308,8 @@ impl Engine {
         }
     }
 
-    /// Looks, once for each request that has to wait, whether its task holds the lock itself.
+    /// Looks, once for each request that has to wait, whether its task holds the lock itself. If so
+    /// by our record, the server is asked: the lock may have been taken away.
     pub(super) fn check_deadlock(&mut self, now: Time, id: RequestId) {
         let Some(Request::Acquire(request)) = self.requests.get_mut(id) else {
             return;
@@ -318,22 +320,79 @@ impl Engine {
         request.checked = true;
         let (entry, task) = (request.entry, request.task);
         let own = self.locks[self.entries[entry].lock].tenures.iter();
-        let Some(holder) = own
+        let Some(tenure) = own
             .copied()
             .find(|tenure| self.is_held_by_task(now, *tenure, task))
         else {
             return;
         };
-        let holder = self.tenures[holder].entry;
+        // The answer to the attempt says that another owner holds the lock, but not which one.
+        let found = &self.tenures[tenure];
+        let call = found.kind.count(self.target(found.entry));
+        self.send(Purpose::Deadlock(id, tenure), call);
+    }
+
+    /// The server's hold count for the owner under which the task of a request holds the lock.
+    pub(super) fn deadlock_replied(
+        &mut self,
+        now: Time,
+        id: RequestId,
+        tenure: TenureId,
+        outcome: Result<Reply, Failure>,
+    ) {
+        let Some(kind) = self.tenures.get(tenure).map(|tenure| tenure.kind) else {
+            return;
+        };
+        let waiting = match self.requests.get(id) {
+            Some(Request::Acquire(request)) if request.place.is_some() => {
+                Some((request.entry, request.task, request.op.is_some()))
+            }
+            _ => None,
+        };
+        let count = match outcome.and_then(|reply| kind.counted(reply)) {
+            Ok(count) => count,
+            Err(failure) => {
+                // Not known: it is looked at again after the next attempt.
+                self.note_failure(&failure);
+                self.look_for_deadlock_again(id);
+                return;
+            }
+        };
+        if count == 0 {
+            // A release that overtook the answer has ended the tenure, and nothing is lost.
+            if !self.tenures[tenure].holds.is_empty() {
+                self.lose_tenure(now, tenure, LostReason::Gone);
+            }
+            return;
+        }
+        let Some((entry, task, is_asking)) = waiting else {
+            return;
+        };
+        if is_asking {
+            // Its attempt may be granted.
+            self.look_for_deadlock_again(id);
+        } else if self.is_held_by_task(now, tenure, task) {
+            self.report_deadlock(now, id, entry, tenure);
+        }
+    }
+
+    fn look_for_deadlock_again(&mut self, id: RequestId) {
+        if let Some(Request::Acquire(request)) = self.requests.get_mut(id) {
+            request.checked = false;
+        }
+    }
+
+    fn report_deadlock(&mut self, now: Time, id: RequestId, entry: EntryId, tenure: TenureId) {
+        let found = self.tenures[tenure].entry;
         match self.settings.detection {
             DeadlockDetection::Warn => self.notice(Notice::Deadlock {
                 subject: self.subject(entry),
-                held_by: self.owner_name(holder),
+                held_by: self.owner_name(found),
             }),
             DeadlockDetection::Fail => {
                 let error = Error::WouldDeadlock {
                     lock: self.lock_name(entry),
-                    owner: self.entries[holder].owner,
+                    owner: self.entries[found].owner,
                 };
                 let lock = self.entries[entry].lock;
                 self.complete_acquire(id, Outcome::Failed(error));
@@ -354,7 +413,7 @@ impl Engine {
         }
         let (entry, begun) = (request.entry, request.begun);
         let own = self.locks[lock].tenures.iter();
-        let Some(holder) = own
+        let Some(found) = own
             .map(|tenure| &self.tenures[*tenure])
             .find(|tenure| tenure.began < begun)
         else {
@@ -362,7 +421,7 @@ impl Engine {
         };
         let notice = Notice::LongWait {
             subject: self.subject(entry),
-            held_by: self.owner_name(holder.entry),
+            held_by: self.owner_name(found.entry),
             waited,
         };
         self.notice(notice);

@@ -134,6 +134,8 @@ enum Purpose {
     Op(OpId),
     Query(RequestId),
     Renewal(RenewalBatch),
+    /// Whether the task of the request holds the lock itself, by that tenure.
+    Deadlock(RequestId, TenureId),
 }
 
 /// See the [module](self).
@@ -230,6 +232,9 @@ impl Engine {
             Some(Purpose::Op(op)) => self.op_replied(now, op, outcome),
             Some(Purpose::Query(request)) => self.query_replied(now, request, outcome),
             Some(Purpose::Renewal(batch)) => self.renewal_replied(now, batch, outcome),
+            Some(Purpose::Deadlock(request, tenure)) => {
+                self.deadlock_replied(now, request, tenure, outcome);
+            }
             None => {}
         }
     }

@@ -381,7 +381,8 @@ impl Engine {
         }
     }
 
-    /// Whether a task acquired a hold of the tenure, and keeps it.
+    /// Whether a task acquired a hold of the tenure, and keeps it for as long as it likes: a hold
+    /// with a lease of its own ends by itself.
     pub(super) fn is_held_by_task(&self, now: Time, id: TenureId, task: TaskKey) -> bool {
         let tenure = &self.tenures[id];
         tenure.cell.lost(now).is_none()
@@ -389,7 +390,9 @@ impl Engine {
                 .holds
                 .iter()
                 .map(|hold| &self.holds[*hold])
-                .any(|hold| hold.task == task && hold.state.is_kept())
+                .any(|hold| {
+                    hold.task == task && hold.state.is_kept() && hold.mode == Mode::Watchdog
+                })
     }
 
     /// Whether the watchdog renews the tenure.

@@ -6,7 +6,9 @@ use redisson_lock::{DeadlockDetection, Error, LockClient, LockGuard, Owner, Owne
 use tracing::Level;
 
 use crate::support::log::Log;
-use crate::support::server::{Server, unique};
+use crate::support::server::{Server, unique, wait_until_async};
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// Far below the watchdog timeout.
 const AT_ONCE: Duration = Duration::from_secs(5);
@@ -168,4 +170,94 @@ async fn timeout_names_the_owner_of_another_client() {
     assert!(info.ttl.unwrap() <= Duration::from_secs(60));
     assert!(error.is_timeout() && error.is_retryable() && !error.is_lost());
     assert_eq!(error.lock(), Some(&*name));
+}
+
+/// "Such a task waits forever, unless ... another branch": not for a hold that ends by itself.
+#[tokio::test]
+async fn wait_for_own_hold_with_a_fixed_lease_is_no_deadlock() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .deadlock_detection(DeadlockDetection::Fail)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("job"));
+    // The nightly job of the recipes: the hold ends with its lease.
+    let _ = lock
+        .lock()
+        .lease(Duration::from_millis(500))
+        .await
+        .unwrap()
+        .detach();
+    let answer = lock.lock().timeout(LIMIT).await;
+    assert!(answer.is_ok(), "{answer:?}");
+}
+
+/// The record says that the task holds the lock itself, and the server that another owner does.
+#[tokio::test]
+async fn wait_after_own_hold_was_force_unlocked_elsewhere_is_no_deadlock() {
+    let server = Server::start();
+    let other = LockClient::connect(&server.url()).await.unwrap();
+    let client = LockClient::builder()
+        .deadlock_detection(DeadlockDetection::Fail)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let name = unique("stock");
+    let lock = client.lock(&name);
+    let _gone = lock.lock().await.unwrap();
+    assert!(other.lock(&name).force_unlock().await.unwrap());
+    let theirs = other.lock(&name).lock().await.unwrap();
+    let mut waiting = Box::pin(lock.lock().into_future());
+    let early = tokio::time::timeout(Duration::from_millis(500), &mut waiting).await;
+    assert!(early.is_err(), "{early:?}");
+    theirs.unlock().await.unwrap();
+    waiting.await.unwrap().unlock().await.unwrap();
+}
+
+/// `try_lock` and `try_lock_for` without time never report a deadlock; with time they do.
+#[tokio::test]
+async fn deadlock_is_reported_by_each_request_that_would_wait() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .deadlock_detection(DeadlockDetection::Fail)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("stock"));
+    let guard = lock.lock().await.unwrap();
+    assert!(lock.try_lock().await.unwrap().is_none());
+    assert!(lock.try_lock_for(Duration::ZERO).await.unwrap().is_none());
+    assert_eq!(lock.try_run(async {}).await, Ok(None));
+    let zero = lock.lock().timeout(Duration::ZERO).await.unwrap_err();
+    assert!(matches!(zero, Error::AcquireTimeout { .. }), "{zero:?}");
+    let errors = [
+        lock.try_lock_for(LIMIT).await.map(drop).unwrap_err(),
+        lock.run(async {}).await.unwrap_err(),
+        lock.run_with(async |_| {}).await.unwrap_err(),
+        lock.try_lock_for(LIMIT).run(async {}).await.unwrap_err(),
+        guard
+            .run(Owner::scope(lock.lock().into_future()))
+            .await
+            .unwrap()
+            .map(drop)
+            .unwrap_err(),
+    ];
+    for error in errors {
+        let Error::WouldDeadlock { owner, .. } = &error else {
+            panic!("{error:?}")
+        };
+        assert_eq!(*owner, guard.owner());
+    }
+    assert_eq!(client.stats().requests_waiting, 0);
+    assert_eq!(client.stats().grants, 1);
+    // Another task beside it waits, and is no deadlock.
+    let theirs = lock.clone();
+    let waiting = tokio::spawn(async move { theirs.lock().await.map(drop) });
+    wait_until_async("it waits", LIMIT, || async {
+        client.stats().requests_waiting == 1
+    })
+    .await;
+    guard.unlock().await.unwrap();
+    waiting.await.unwrap().unwrap();
 }
