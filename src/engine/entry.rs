@@ -65,6 +65,8 @@ pub(super) struct Op {
     pub(super) is_repeated: bool,
     /// What the server refused last.
     pub(super) refusal: Option<String>,
+    /// Why its last call could not be sent.
+    pub(super) unsent: Option<String>,
     pub(super) action: Action,
 }
 
@@ -139,6 +141,7 @@ impl Op {
             backoff: Backoff::new(Time::default(), std::time::Duration::ZERO),
             is_repeated: false,
             refusal: None,
+            unsent: None,
             action,
         }
     }

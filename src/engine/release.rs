@@ -161,15 +161,20 @@ impl Engine {
         op: Option<OpId>,
     ) {
         let patience = self.settings.patience();
-        let refusal = op.and_then(|op| self.ops.get_mut(op)).and_then(|op| {
+        let (mut refusal, mut unsent) = (None, None);
+        if let Some(op) = op.and_then(|op| self.ops.get_mut(op)) {
             op.request = None;
-            op.refusal.clone()
-        });
-        let detail = match refusal {
-            Some(message) => {
+            (refusal, unsent) = (op.refusal.clone(), op.unsent.clone());
+        }
+        let address = &self.settings.address;
+        let detail = match (unsent, refusal) {
+            (Some(problem), _) => {
+                format!("not done within {patience:?}, no connection to {address}: {problem}")
+            }
+            (None, Some(message)) => {
                 format!("not done within {patience:?}, the server refused it: {message}")
             }
-            None => format!("{}: no reply within {patience:?}", self.settings.address),
+            (None, None) => format!("{address}: no reply within {patience:?}"),
         };
         let error = Error::OutcomeUnknown {
             lock: self.lock_name(entry),
@@ -307,6 +312,10 @@ impl Engine {
         self.note_failure(&failure);
         let op = &mut self.ops[id];
         op.is_repeated |= matches!(failure, Failure::Unknown(_));
+        op.unsent = match &failure {
+            Failure::NotSent(error) => Some(error.to_string()),
+            _ => None,
+        };
         if let Failure::Server(error) = &failure {
             op.refusal = Some(error.message().to_owned());
         }

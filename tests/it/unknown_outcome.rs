@@ -7,9 +7,13 @@ use std::time::{Duration, Instant};
 use crate::support::observe::{connections, exists, expired, hold_count};
 use crate::support::proxy::{Fate, Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until, wait_until_async};
-use redisson_lock::{Error, LockClient, Owner, Step};
+use redisson_lock::{Error, LockClient, Owner, OwnerExt, Step};
 use tokio::task::block_in_place;
 use tokio::time::{sleep, timeout};
+
+use crate::support::log::Log;
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// Far longer than any step takes, far shorter than the leases that no test waits for.
 const SOON: Duration = Duration::from_secs(10);
@@ -401,4 +405,91 @@ async fn release_of_reentry_works_without_server_memory() {
         assert_eq!(outer.unlock().await, Ok(()));
     })
     .await;
+}
+
+async fn hasty(url: &str) -> LockClient {
+    LockClient::builder()
+        .command_timeout(ms(300))
+        .retry_timeout(ms(500))
+        .connect(url)
+        .await
+        .unwrap()
+}
+
+/// "After an unlock there is nothing to do", and `is_retryable`: "the same call may succeed later".
+/// Repeating the call releases a second hold.
+#[tokio::test]
+async fn unlock_repeated_while_retryable_releases_one_hold() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let client = hasty(&proxy.url()).await;
+    let lock = client.lock(unique("stock"));
+    let lease = Duration::from_secs(3600);
+    let owner = Owner::new();
+    async {
+        let _ = lock.lock().lease(lease).await.unwrap().detach();
+        let _ = lock.lock().lease(lease).await.unwrap().detach();
+        proxy.set(Way::Replies, Flow::Hold);
+        let error = lock.unlock().await.unwrap_err();
+        let is_release = matches!(
+            error,
+            Error::OutcomeUnknown {
+                step: Step::Release,
+                ..
+            }
+        );
+        assert!(is_release, "{error:?}");
+        proxy.set(Way::Replies, Flow::Pass);
+        if error.is_retryable() {
+            lock.unlock().await.unwrap();
+        }
+    }
+    .with_owner(owner)
+    .await;
+    wait_until_async("the first release is settled", LIMIT, || async {
+        lock.hold_count_of(owner).await.is_ok_and(|count| count < 2)
+    })
+    .await;
+    assert_eq!(lock.hold_count_of(owner).await, Ok(1));
+}
+
+/// The release is repeated until the server is back, so its outcome is not known yet; the error
+/// says why the server cannot be reached.
+#[tokio::test]
+async fn unlock_while_server_is_down_says_why_and_is_completed_later() {
+    let mut server = Server::builder().persistent().start();
+    let log = Log::capture();
+    let client = hasty(&server.url()).await;
+    let lock = client.lock(unique("stock"));
+    let lease = Duration::from_secs(3600);
+    let guard = lock.lock().lease(lease).await.unwrap();
+    server.stop();
+    wait_until_async("the client has noticed", LIMIT, || async {
+        !log.with("connecting is tried again").is_empty()
+    })
+    .await;
+    let error = guard.unlock().await.unwrap_err();
+    let Error::OutcomeUnknown { step, detail, .. } = &error else {
+        panic!("{error:?}")
+    };
+    assert_eq!(*step, Step::Release);
+    let address = format!("127.0.0.1:{}", server.port());
+    assert!(
+        detail.contains(&address) && detail.contains("Connection refused"),
+        "{error}"
+    );
+    assert!(!error.is_retryable());
+    let server = tokio::task::spawn_blocking(move || {
+        server.restart();
+        server
+    })
+    .await
+    .unwrap();
+    let mut redis = server.connection();
+    wait_until_async("it is released", LIMIT, || {
+        let held = exists(&mut redis, lock.name());
+        async move { !held }
+    })
+    .await;
+    assert_eq!(client.stats().failed_releases, 0);
 }
