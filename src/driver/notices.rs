@@ -46,7 +46,7 @@ pub(super) fn log(notice: Notice) {
             lock = %subject.lock,
             owner = %subject.owner,
             %reason,
-            "a release was not sent, the lease will expire",
+            "a pending release was given up, the lease will expire",
         ),
         Notice::RenewalRefused(subject, error) => tracing::warn!(
             lock = %subject.lock,

@@ -6,8 +6,13 @@ use std::time::Duration;
 use crate::support::observe::{exists, owner_counts, park, pttl};
 use crate::support::proxy::{Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until, wait_until_async};
-use redisson_lock::{LockClient, Owner, OwnerExt};
+use redisson_lock::{Error, LockClient, Owner, OwnerExt};
 use tokio::time::{sleep, timeout};
+use tracing::Level;
+
+use crate::support::log::Log;
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -137,4 +142,77 @@ async fn shutdown_releases_grant_of_awaited_acquire() {
         .unwrap();
     let what = format!("the lock is free, after {ended:?} and {locked:?}");
     wait_until(&what, ms(1_000), || !exists(&mut redis, &name));
+}
+
+async fn hasty(url: &str) -> LockClient {
+    LockClient::builder()
+        .command_timeout(ms(300))
+        .retry_timeout(ms(500))
+        .connect(url)
+        .await
+        .unwrap()
+}
+
+/// "`failed_releases`: releases in the background that failed: of dropped guards", "each is logged
+/// as a warning". Here the release is sent, and the shutdown gives up before the reply.
+#[tokio::test]
+async fn shutdown_that_gives_up_a_release_in_flight_counts_and_logs_it() {
+    let server = Server::start();
+    let log = Log::capture();
+    let proxy = Proxy::start(&server).await;
+    let mut redis = server.connection();
+    let client = hasty(&proxy.url()).await;
+    let lock = client.lock(unique("stock"));
+    let guard = lock.lock().lease(Duration::from_secs(3600)).await.unwrap();
+    proxy.set(Way::Requests, Flow::Hold);
+    let touched = proxy.touched();
+    drop(guard);
+    wait_until_async("the release is under way", LIMIT, || async {
+        proxy.touched() > touched
+    })
+    .await;
+    let ended = client.shutdown().await;
+    assert!(matches!(ended, Err(Error::Timeout { .. })), "{ended:?}");
+    drop(proxy);
+    assert!(exists(&mut redis, lock.name()));
+    let stats = client.stats();
+    let events: Vec<_> = log.from(Level::WARN);
+    let named = events.iter().filter(|event| {
+        event
+            .fields
+            .get("lock")
+            .is_some_and(|name| name == lock.name())
+    });
+    assert_eq!(
+        (stats.failed_releases, named.count()),
+        (1, 1),
+        "{stats:?} {events:#?}"
+    );
+}
+
+/// "`Closed`: Nothing was sent." Here the server has granted the lock, and the shutdown gives up.
+#[tokio::test]
+async fn acquire_in_flight_at_shutdown_does_not_claim_that_nothing_was_sent() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let mut redis = server.connection();
+    let client = hasty(&proxy.url()).await;
+    let lock = client.lock(unique("stock"));
+    let name = lock.name().to_owned();
+    proxy.set(Way::Replies, Flow::Hold);
+    let acquiring = tokio::spawn(async move { lock.lock().await.map(drop) });
+    wait_until_async("it is granted", LIMIT, || {
+        let granted = exists(&mut redis, &name);
+        async move { granted }
+    })
+    .await;
+    let ended = client.shutdown().await;
+    let error = acquiring.await.unwrap().unwrap_err();
+    let left = exists(&mut redis, &name);
+    assert!(
+        !left || matches!(error, Error::OutcomeUnknown { .. }),
+        "{error:?} after {ended:?}, and the key exists"
+    );
+    let stats = client.stats();
+    assert!(!left || stats.failed_releases == 1, "{stats:?}");
 }
