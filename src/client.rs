@@ -16,6 +16,8 @@ use crate::owner::{ClientId, Owner, OwnerPolicy};
 use crate::script::catalog;
 use crate::stats::Stats;
 
+const HOUR: Duration = Duration::from_secs(3600);
+
 /// A connection to the server that keeps the locks, and the identity under which they are held.
 ///
 /// Cheap to clone; all clones are one client. One client per process is enough: it has two
@@ -290,7 +292,8 @@ impl LockClientBuilder {
     }
 
     /// How long a reply may take before the connection is replaced. Default 3 s, or a third of the
-    /// watchdog timeout if that is less; 10 ms to 1 h.
+    /// watchdog timeout if that is less; 10 ms to 1 h, and at most a third of the watchdog timeout:
+    /// a longer one would let one silent connection cost every lock.
     pub fn command_timeout(mut self, timeout: Duration) -> Self {
         self.command_timeout = Some(timeout);
         self
@@ -350,7 +353,6 @@ impl LockClientBuilder {
             Duration::ZERO..=Duration::from_secs(3650 * 24 * 3600),
             "0 to 3650 days",
         )?;
-        const HOUR: Duration = Duration::from_secs(3600);
         let default = Config::default();
         let watchdog = self
             .watchdog_timeout
@@ -396,16 +398,33 @@ impl LockClientBuilder {
                 ms(1)..=HOUR,
                 "1 ms to 1 h",
             )?,
-            command_timeout: bounded(
-                "command timeout",
-                self.command_timeout
-                    .unwrap_or(default.command_timeout.min((watchdog / 3).max(ms(10)))),
-                ms(10)..=HOUR,
-                "10 ms to 1 h",
-            )?,
+            command_timeout: self.checked_command_timeout(watchdog)?,
             renewal_batch,
             deadlock_detection: self.deadlock_detection,
         })
+    }
+}
+
+impl LockClientBuilder {
+    /// A reply may take no longer than a renewal is due before the lease ends: otherwise one silent
+    /// connection costs every lock.
+    fn checked_command_timeout(&self, watchdog: Duration) -> Result<Duration, Error> {
+        let shortest = Duration::from_millis(10);
+        let third = (watchdog / 3).max(shortest);
+        let Some(timeout) = self.command_timeout else {
+            return Ok(Config::default().command_timeout.min(third));
+        };
+        let timeout = bounded("command timeout", timeout, shortest..=HOUR, "10 ms to 1 h")?;
+        if timeout > third {
+            return Err(Error::InvalidConfig {
+                setting: "command timeout",
+                problem: format!(
+                    "{timeout:?} is more than a third of the watchdog timeout, {watchdog:?}"
+                ),
+                allowed: "10 ms to 1 h, and at most a third of the watchdog timeout",
+            });
+        }
+        Ok(timeout)
     }
 }
 

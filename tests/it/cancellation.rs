@@ -34,7 +34,7 @@ const TASKS: usize = 64;
 /// Settings with which the client sends nothing on its own during a test.
 fn quiet() -> LockClientBuilder {
     LockClient::builder()
-        .watchdog_timeout(LEASE)
+        .watchdog_timeout(3 * LEASE)
         .command_timeout(LEASE)
         .recheck_interval(LEASE)
 }
@@ -295,7 +295,6 @@ fn drop_futures(drops: usize, locks: usize, mut inject_faults: impl FnMut(&mut C
     // The retries last longer than the faults, so that no operation fails.
     let builder = LockClient::builder()
         .watchdog_timeout(WATCHDOG)
-        .command_timeout(SOON)
         .retry_timeout(6 * SOON);
     let client = client_runtime
         .block_on(builder.connect(&server.url()))

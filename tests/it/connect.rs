@@ -127,7 +127,9 @@ async fn connect_timeout_limits_all_steps() {
     let proxy = Proxy::start(&server).await;
     proxy.next_reply_to(&["SCRIPT", "LOAD"], Fate::Swallow);
     let began = Instant::now();
-    let builder = LockClient::builder().command_timeout(Duration::from_secs(60));
+    let builder = LockClient::builder()
+        .watchdog_timeout(Duration::from_secs(180))
+        .command_timeout(Duration::from_secs(60));
     let outcome = builder
         .connect_timeout(Duration::from_secs(2))
         .connect(&proxy.url())

@@ -31,7 +31,7 @@ const PASSWORD: &str = "correcthorsebatterystaple";
 /// A client that sends nothing by itself: no reply is late, and no re-check is due.
 fn quiet() -> LockClientBuilder {
     LockClient::builder()
-        .command_timeout(Duration::from_secs(60))
+        .command_timeout(Duration::from_secs(10))
         .recheck_interval(NEVER)
 }
 
@@ -484,6 +484,7 @@ async fn setting_at_its_bound_is_accepted() {
             .recheck_interval(NEVER)
             .retry_timeout(NEVER)
             .connect_timeout(NEVER)
+            .watchdog_timeout(3 * NEVER)
             .command_timeout(NEVER),
         builder().renewal_batch_size(1),
         builder().renewal_batch_size(1000),
@@ -1057,5 +1058,85 @@ impl std::io::Write for Log {
 
     fn flush(&mut self) -> std::io::Result<()> {
         Ok(())
+    }
+}
+
+/// The settings are refused before anything is sent, in each combination.
+#[tokio::test]
+async fn settings_out_of_bounds_are_refused_by_name() {
+    let day = Duration::from_secs(24 * 3600);
+    let builder = LockClient::builder;
+    for (builder, setting) in [
+        (
+            builder().connect_retry(Duration::MAX),
+            "connect retry limit",
+        ),
+        (
+            builder().connect_retry(3650 * day + Duration::from_millis(1)),
+            "connect retry limit",
+        ),
+        (
+            builder().watchdog_timeout(Duration::from_millis(49)),
+            "watchdog timeout",
+        ),
+        (
+            builder().watchdog_timeout(Duration::MAX),
+            "watchdog timeout",
+        ),
+        (builder().command_timeout(Duration::ZERO), "command timeout"),
+        (builder().connect_timeout(Duration::ZERO), "connect timeout"),
+        (builder().retry_timeout(Duration::MAX), "retry timeout"),
+        (
+            builder().recheck_interval(Duration::MAX),
+            "recheck interval",
+        ),
+        (builder().renewal_batch_size(0), "renewal batch size"),
+        (builder().client_name("a\u{7f}"), "client name"),
+    ] {
+        let shown = format!("{builder:?}");
+        let error = builder.connect("redis://127.0.0.1:1").await.unwrap_err();
+        let Error::InvalidConfig { setting: named, .. } = &error else {
+            panic!("{shown}: {error:?}")
+        };
+        assert_eq!(*named, setting, "{shown}");
+        assert!(!error.is_retryable() && error.lock().is_none());
+    }
+    let longest = builder()
+        .connect_retry(3650 * day)
+        .connect("redis://x:1/y")
+        .await;
+    assert!(matches!(
+        longest,
+        Err(Error::InvalidConfig { setting: "url", .. })
+    ));
+}
+
+/// Settings that defeat each other: one silent connection would cost every lock.
+#[tokio::test]
+async fn command_timeout_above_a_third_of_the_watchdog_timeout_is_refused() {
+    let secs = Duration::from_secs;
+    let builder = LockClient::builder;
+    for (builder, values) in [
+        (
+            builder().command_timeout(secs(4)).watchdog_timeout(secs(9)),
+            ["4s", "9s"],
+        ),
+        (builder().command_timeout(secs(11)), ["11s", "30s"]),
+    ] {
+        let error = builder.connect("redis://127.0.0.1:1").await.unwrap_err();
+        let Error::InvalidConfig { setting, .. } = &error else {
+            panic!("{error:?}")
+        };
+        assert_eq!(*setting, "command timeout");
+        let text = error.to_string();
+        assert!(values.iter().all(|value| text.contains(value)), "{text}");
+    }
+    for allowed in [
+        builder().command_timeout(secs(3)).watchdog_timeout(secs(9)),
+        builder().command_timeout(secs(10)),
+        builder().watchdog_timeout(Duration::from_millis(50)),
+    ] {
+        let error = allowed.connect("redis://127.0.0.1:1").await.unwrap_err();
+        assert!(matches!(error, Error::Connection { .. }), "{error:?}");
     }
 }

@@ -5,12 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::support::observe::{expired, patient_connection, pttl, rival, scripts, watch};
+use crate::support::observe::{exists, expired, patient_connection, pttl, rival, scripts, watch};
 use crate::support::process::{self, Worker};
 use crate::support::proxy::{Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until};
-use redisson_lock::{Error, LockClient, LockClientBuilder, LostReason, Owner};
+use redisson_lock::{Error, LockClient, LockClientBuilder, LostReason, Owner, OwnerExt};
 use tokio::time::{sleep, timeout};
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// Far longer than any step takes.
 const SOON: Duration = Duration::from_secs(30);
@@ -392,7 +394,7 @@ async fn lost_hold_is_released_after_reconnect() {
     let mut redis = server.connection();
     let proxy = Proxy::start(&server).await;
     let client = watchdog(6_000)
-        .command_timeout(ms(2_500))
+        .command_timeout(ms(2_000))
         .connect(&proxy.url())
         .await
         .unwrap();
@@ -558,4 +560,40 @@ async fn lost_guard_keeps_lock_until_lease_expires() {
     wait_until("the hold is released", SOON, || {
         pttl(&mut redis, &name) == -2
     });
+}
+
+#[tokio::test]
+async fn lease_at_its_limits_is_granted_or_refused() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let longest = Duration::from_secs(3650 * 24 * 3600);
+    let lock = client.lock(unique("stock"));
+    for lease in [
+        Duration::ZERO,
+        Duration::from_nanos(999_999),
+        longest + Duration::from_nanos(1),
+        Duration::MAX,
+    ] {
+        let error = lock.try_lock().lease(lease).await.unwrap_err();
+        let Error::InvalidLease { lease: named, .. } = &error else {
+            panic!("{error:?}")
+        };
+        assert_eq!(*named, lease);
+        assert!(!error.is_retryable() && !error.is_timeout() && !error.is_lost());
+    }
+    assert!(!exists(&mut redis, lock.name()));
+    let guard = lock.lock().timeout(longest).lease(longest).await.unwrap();
+    assert!(pttl(&mut redis, lock.name()) > 3649 * 24 * 3600 * 1000);
+    // Less the margin of a tenth.
+    assert!(guard.remaining_lease() > longest * 9 / 10 - Duration::from_secs(60));
+    let (mut lost, inner) = (
+        Box::pin(guard.lost()),
+        lock.lock().lease(ms(1)).with_owner(guard.owner()).await,
+    );
+    assert!(futures::poll!(&mut lost).is_pending());
+    assert_eq!(inner.unwrap().hold_count(), 2);
+    assert!(pttl(&mut redis, lock.name()) > 3649 * 24 * 3600 * 1000);
+    guard.unlock().await.unwrap();
+    wait_until("it is free", LIMIT, || !exists(&mut redis, lock.name()));
 }

@@ -106,7 +106,7 @@ impl Bench {
 /// A client that sends nothing by itself: no reply is late, and no re-check is made.
 fn quiet() -> LockClientBuilder {
     LockClient::builder()
-        .command_timeout(Duration::from_secs(60))
+        .command_timeout(Duration::from_secs(10))
         .recheck_interval(NEVER)
 }
 

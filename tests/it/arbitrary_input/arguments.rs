@@ -528,7 +528,10 @@ fn any_setting_is_refused_or_accepted() {
             1 => (builder.recheck_interval(value), ms(10)..=hour),
             2 => (builder.retry_timeout(value), Duration::ZERO..=hour),
             3 => (builder.connect_timeout(value), ms(1)..=hour),
-            _ => (builder.command_timeout(value), ms(10)..=hour),
+            _ => (
+                builder.watchdog_timeout(LONGEST).command_timeout(value),
+                ms(10)..=hour,
+            ),
         };
         let answer =
             runtime.block_on(async { tokio::time::timeout(LIMIT, builder.connect(&url)).await });
