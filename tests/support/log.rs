@@ -5,12 +5,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::DefaultGuard;
-use tracing::{Event, Level, Subscriber};
+use tracing::{Dispatch, Event, Level, Subscriber};
 use tracing_subscriber::Registry;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
@@ -33,6 +33,11 @@ pub struct Line {
 
 impl Log {
     pub fn capture() -> Self {
+        // With one subscriber alone, tracing takes an event that a thread without a subscriber
+        // records first for one that nobody wants, and then no thread gets it. This is a second
+        // one.
+        static OTHER: OnceLock<Dispatch> = OnceLock::new();
+        OTHER.get_or_init(|| Dispatch::new(Registry::default()));
         let lines = Arc::<Mutex<Vec<Line>>>::default();
         let capture = Capture(Arc::clone(&lines));
         let default = tracing::subscriber::set_default(Registry::default().with(capture));
