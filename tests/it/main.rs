@@ -40,6 +40,8 @@ mod refusals;
 mod renewal;
 mod replies;
 mod run;
+mod runtime;
+mod runtime_end;
 mod scripts;
 mod shutdown;
 mod shutdown_pending_operations;
