@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use redis::cmd;
-use redisson_lock::{DeadlockDetection, Error, LockClient, Owner, OwnerExt};
+use redisson_lock::{DeadlockDetection, Error, LockClient, LostReason, Owner, OwnerExt};
 use tokio::runtime::{Builder, Runtime};
 use tracing::Level;
 
@@ -580,4 +580,75 @@ async fn shutdown_beside_waiters_loses_no_dropped_guard() {
             "{stats:?}"
         );
     }
+}
+
+/// A loss is reported once by each means: the event, the counter, `lost`, `run`, `unlock`.
+#[tokio::test]
+async fn loss_of_three_holds_is_one_event_and_one_count() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let log = Log::capture();
+    let client = LockClient::builder()
+        .watchdog_timeout(ms(3_000))
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("stock"));
+    let owner = Owner::new();
+    let guard = lock.lock().with_owner(owner).await.unwrap();
+    let _ = lock.lock().with_owner(owner).await.unwrap().detach();
+    let other = lock.clone();
+    let running = tokio::spawn(
+        async move { other.run(std::future::pending::<()>()).await }.with_owner(owner),
+    );
+    wait_until_async("three holds", LIMIT, || async {
+        lock.hold_count_of(owner).await == Ok(3)
+    })
+    .await;
+    cmd("DEL").arg(lock.name()).exec(&mut redis).unwrap();
+    assert_eq!(guard.lost().await, LostReason::Gone);
+    assert_eq!(guard.hold_count(), 0);
+    assert_eq!(guard.remaining_lease(), Duration::ZERO);
+    let ran = running.await.unwrap().unwrap_err();
+    assert!(ran.is_lost() && ran.lock() == Some(lock.name()), "{ran:?}");
+    assert!(guard.unlock().await.unwrap_err().is_lost());
+    let first = lock.unlock().with_owner(owner).await.unwrap_err();
+    assert!(first.is_lost(), "{first:?}");
+    let second = lock.unlock().with_owner(owner).await.unwrap_err();
+    assert!(matches!(second, Error::NotHeld { .. }), "{second:?}");
+    client.shutdown().await.unwrap();
+    let stats = client.stats();
+    assert_eq!(
+        (
+            log.with("a lock was lost").len(),
+            stats.losses.gone,
+            stats.losses.total()
+        ),
+        (1, 1, 1),
+        "{stats:?}"
+    );
+    assert_eq!((stats.locks_held, stats.failed_releases), (0, 0));
+}
+
+/// The lock stays until its lease expires: a counter shows it, also if `run` makes the release.
+#[tokio::test]
+async fn run_whose_release_is_refused_is_counted() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let log = Log::capture();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let ran = lock
+        .run(async {
+            cmd("ACL")
+                .arg(&["SETUSER", "default", "-del"])
+                .exec(&mut redis)
+                .unwrap();
+            7
+        })
+        .await;
+    assert_eq!(ran, Ok(7));
+    assert!(exists(&mut redis, lock.name()));
+    assert_eq!(log.with("a release was not confirmed").len(), 1);
+    assert_eq!(client.stats().failed_releases, 1, "{:?}", client.stats());
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use redis::{Connection, cmd};
 use redisson_lock::{Error, LockClient};
 
-use crate::support::server::{Server, wait_until_async};
+use crate::support::server::{Server, wait_until, wait_until_async};
 
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -102,4 +102,34 @@ async fn user_without_the_right_to_set_a_name_connects() {
     let client = LockClient::connect(&url).await.unwrap();
     client.lock("a").run(async {}).await.unwrap();
     client.shutdown().await.unwrap();
+}
+
+/// "Each connection of a client carries CLIENT in its name", and "reconnects: connections for calls
+/// that replaced a lost one".
+#[tokio::test(flavor = "multi_thread")]
+async fn connections_to_a_busy_server_are_named_once_it_is_idle() {
+    let server = Server::builder().arg("--lua-time-limit", "50").start();
+    let mut redis = server.connection();
+    let mut stuck = server.connection();
+    let script =
+        std::thread::spawn(move || cmd("EVAL").arg("while true do end").arg(0).exec(&mut stuck));
+    wait_until("the server is busy", LIMIT, || {
+        cmd("PING")
+            .exec(&mut redis)
+            .is_err_and(|error| error.code() == Some("BUSY"))
+    });
+    let client = LockClient::builder()
+        .command_timeout(Duration::from_millis(300))
+        .connect(&server.url())
+        .await;
+    cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
+    script.join().unwrap().unwrap_err();
+    let client = client.unwrap();
+    client.lock("a").run(async {}).await.unwrap();
+    wait_until_async("both connections are named", LIMIT, || {
+        let name = format!("redisson-lock:{}", client.client_id());
+        let count = named(&mut redis, &name);
+        async move { count == 2 }
+    })
+    .await;
 }

@@ -356,3 +356,42 @@ async fn refused_database_is_named() {
     let text = LockClient::connect(&url).await.unwrap_err().to_string();
     assert!(!text.contains("database"), "{text}");
 }
+
+/// "`io::ErrorKind::InvalidData` if another service than Redis or Valkey answers", which is not
+/// worth a retry.
+#[tokio::test]
+async fn connect_to_other_service_is_refused_as_such() {
+    use std::io::{ErrorKind, Read, Write};
+    let mut wrong = Vec::new();
+    for answer in [
+        &b"HTTP/1.1 400 Bad Request\r\n\r\n"[..],
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"220 mail.example ESMTP\r\n",
+        b"ERROR\r\n",
+        b"\x15\x03\x03\x00\x02\x02\x28",
+        b"\x4a\x00\x00\x00\x0a8.0.36\x00",
+    ] {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::spawn(move || {
+            for mut stream in listener.incoming().flatten() {
+                let mut buffer = [0; 512];
+                let _ = stream.read(&mut buffer);
+                let _ = stream.write_all(answer);
+            }
+        });
+        let error = LockClient::builder()
+            .connect_timeout(ms(2_000))
+            .connect(&format!("redis://{address}"))
+            .await
+            .unwrap_err();
+        let is_foreign = matches!(
+            &error,
+            Error::Connection { error, .. } if error.kind() == ErrorKind::InvalidData
+        );
+        if !is_foreign || error.is_retryable() {
+            wrong.push(format!("{:?}: {error:?}", String::from_utf8_lossy(answer)));
+        }
+    }
+    assert!(wrong.is_empty(), "{wrong:#?}");
+}

@@ -3,10 +3,12 @@
 
 use std::time::{Duration, Instant};
 
+use redis::cmd;
 use redisson_lock::{Error, LockClient, LockClientBuilder, ServerErrorKind};
 use tracing::Level;
 
 use crate::support::log::Log;
+use crate::support::proxy::Proxy;
 use crate::support::server::{Server, wait_until_async};
 
 /// Far below the limits that the tests set, and far above what an answer takes.
@@ -86,4 +88,93 @@ async fn connect_without_retry_makes_one_attempt() {
         .await
         .unwrap_err();
     assert!(log.with("connecting is tried again").is_empty());
+}
+
+/// "so that a service can start before its server": behind a proxy that accepts and closes.
+#[tokio::test(flavor = "multi_thread")]
+async fn connect_retry_waits_behind_a_proxy_whose_server_starts_later() {
+    let mut server = Server::start();
+    server.stop();
+    let proxy = Proxy::start(&server).await;
+    let url = proxy.url();
+    let refused = LockClient::connect(&url).await.unwrap_err();
+    assert!(refused.is_retryable(), "{refused:?}");
+    let connecting = tokio::spawn(async move {
+        LockClient::builder()
+            .connect_retry(Duration::from_secs(60))
+            .connect(&url)
+            .await
+    });
+    let server = tokio::task::spawn_blocking(move || {
+        server.restart();
+        server
+    })
+    .await
+    .unwrap();
+    let client = connecting.await.unwrap().unwrap();
+    client.lock("a").run(async {}).await.unwrap();
+    drop(server);
+}
+
+/// "events at info when the server is reached again (with the address and the length of the
+/// outage)".
+#[tokio::test]
+async fn connect_retry_that_succeeds_is_logged_at_info() {
+    let mut server = Server::start();
+    server.stop();
+    let log = Log::capture();
+    let url = server.url();
+    let connecting = tokio::spawn(async move {
+        LockClient::builder()
+            .connect_retry(Duration::from_secs(60))
+            .connect(&url)
+            .await
+    });
+    wait_until_async("an attempt has failed", LIMIT, || async {
+        !log.with("connecting is tried again").is_empty()
+    })
+    .await;
+    let server = tokio::task::spawn_blocking(move || {
+        server.restart();
+        server
+    })
+    .await
+    .unwrap();
+    let _client = connecting.await.unwrap().unwrap();
+    let events = log.with("connected");
+    assert_eq!(events.len(), 1, "{:?}", log.from(Level::INFO));
+    assert!(events[0].fields["address"].contains(&server.port().to_string()));
+}
+
+/// A connect that fails half-way closes what it opened, and one that may wait connects later.
+#[tokio::test]
+async fn connect_retry_waits_until_a_full_server_has_room() {
+    let server = Server::builder().arg("--maxclients", "2").start();
+    let mut redis = server.connection();
+    let error = LockClient::connect(&server.url()).await.unwrap_err();
+    assert!(error.is_retryable(), "{error:?}");
+    wait_until_async("the first connection is closed", LIMIT, || {
+        let list: String = cmd("CLIENT").arg("LIST").query(&mut redis).unwrap();
+        async move { list.lines().count() == 1 }
+    })
+    .await;
+    let log = Log::capture();
+    let url = server.url();
+    let connecting = tokio::spawn(async move {
+        LockClient::builder()
+            .connect_retry(Duration::from_secs(60))
+            .connect(&url)
+            .await
+    });
+    wait_until_async("an attempt has failed", LIMIT, || async {
+        !log.with("connecting is tried again").is_empty()
+    })
+    .await;
+    cmd("CONFIG")
+        .arg(&["SET", "maxclients", "100"])
+        .exec(&mut redis)
+        .unwrap();
+    let client = connecting.await.unwrap().unwrap();
+    assert_eq!(client.stats(), Default::default());
+    client.lock("a").run(async {}).await.unwrap();
 }

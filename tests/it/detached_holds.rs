@@ -3,11 +3,17 @@
 use std::future::ready;
 use std::time::{Duration, Instant};
 
-use crate::support::observe::{exists, hold_count, pttl};
+use crate::support::observe::{exists, hold_count, owner_counts, pttl};
 use crate::support::server::{Server, unique, wait_until_async};
 use futures::poll;
+use redis::cmd;
 use redisson_lock::{Error, LockClient, Owner, OwnerExt, OwnerPolicy, Step};
 use tokio::time::sleep;
+use tracing::Level;
+
+use crate::support::log::Log;
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -256,4 +262,87 @@ async fn unlock_repeated_while_errors_are_retryable_keeps_outer_hold() {
     again.unlock().await.unwrap();
     lock.unlock().await.unwrap();
     assert_eq!(lock.inspect().await, Ok(None));
+}
+
+/// How many connections have the client's id in their names.
+fn named(redis: &mut redis::Connection, client: &LockClient) -> usize {
+    let list: String = cmd("CLIENT").arg("LIST").query(redis).unwrap();
+    let id = client.client_id().to_string();
+    list.lines().filter(|line| line.contains(&id)).count()
+}
+
+/// Pairs of `detach` and `unlock` under the policy per task, beside guards and scopes.
+#[tokio::test(flavor = "multi_thread")]
+async fn detached_holds_and_guards_of_one_task_are_released_each_by_its_own() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::builder()
+        .owner_policy(OwnerPolicy::PerTask)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("stock"));
+    let owner = lock.lock().await.unwrap().detach();
+    assert_eq!(client.current_owner(), Some(owner));
+    let guard = lock.lock().await.unwrap();
+    let scoped = Owner::scope(async {
+        assert!(lock.try_lock().await.unwrap().is_none());
+        let error = lock.unlock().await.unwrap_err();
+        assert!(matches!(error, Error::NotHeld { .. }), "{error:?}");
+        Owner::current()
+    })
+    .await;
+    assert_ne!(scoped, Some(owner));
+    let other = lock.clone();
+    let theirs = tokio::spawn(async move { other.unlock().await }).await;
+    assert!(matches!(theirs, Ok(Err(Error::NotHeld { .. }))));
+    lock.unlock().await.unwrap();
+    let error = lock.unlock().await.unwrap_err();
+    assert!(matches!(error, Error::NotHeld { .. }), "{error:?}");
+    assert_eq!(error.lock(), Some(lock.name()));
+    assert_eq!(
+        owner_counts(&mut redis, lock.name())
+            .into_values()
+            .sum::<i64>(),
+        1
+    );
+    guard.unlock().await.unwrap();
+    assert!(!exists(&mut redis, lock.name()));
+    // A hold that a task leaves behind is unlocked by the owner that `inspect` returns.
+    let other = lock.clone();
+    tokio::spawn(async move {
+        let _ = other.lock().await.unwrap().detach();
+    })
+    .await
+    .unwrap();
+    let left = lock.inspect().await.unwrap().unwrap().local_owner.unwrap();
+    lock.unlock().with_owner(left).await.unwrap();
+    assert!(!exists(&mut redis, lock.name()));
+}
+
+/// "a lock was lost: ... or the client ended while the lock was held".
+#[tokio::test]
+async fn detached_hold_of_a_dropped_client_is_logged_as_lost() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let log = Log::capture();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let name = unique("stock");
+    let _owner = client.lock(&name).lock().await.unwrap().detach();
+    assert_eq!(named(&mut redis, &client), 2);
+    let id = client.client_id().to_string();
+    drop(client);
+    wait_until_async("its connections are closed", LIMIT, || {
+        let list: String = cmd("CLIENT").arg("LIST").query(&mut redis).unwrap();
+        let gone = !list.contains(&id);
+        async move { gone }
+    })
+    .await;
+    assert!(pttl(&mut redis, &name) > 0, "the key stays");
+    assert_eq!(
+        log.with("a lock was lost").len(),
+        1,
+        "{:?}",
+        log.from(Level::DEBUG)
+    );
 }

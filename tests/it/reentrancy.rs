@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use crate::support::bench::{Bench, LIMIT};
 use crate::support::observe::hold_count;
-use crate::support::server::{unique, wait_until, wait_until_async};
-use redisson_lock::{Error, LockClient, Owner, OwnerExt, OwnerPolicy, ReentrantLock};
+use crate::support::server::{Server, unique, wait_until, wait_until_async};
+use redisson_lock::{
+    DeadlockDetection, Error, LockClient, Owner, OwnerExt, OwnerPolicy, ReentrantLock,
+};
 use tokio::runtime::Handle;
 use tokio::task::{JoinSet, yield_now};
 
@@ -448,4 +450,37 @@ async fn holds_of_two_locks_are_counted_separately() {
         other.unlock().await.unwrap();
     })
     .await;
+}
+
+/// Two requests of one owner wait, and both get the lock: the second one re-enters.
+#[tokio::test]
+async fn two_waiting_requests_of_one_owner_are_both_granted() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .deadlock_detection(DeadlockDetection::Fail)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let other = LockClient::connect(&server.url()).await.unwrap();
+    let name = unique("stock");
+    let lock = client.lock(&name);
+    let theirs = other.lock(&name).lock().await.unwrap();
+    let owner = Owner::new();
+    let release = async {
+        wait_until_async("both wait", LIMIT, || async {
+            client.stats().requests_waiting == 2
+        })
+        .await;
+        theirs.unlock().await.unwrap();
+    };
+    let (one, two, ()) = tokio::join!(
+        lock.lock().timeout(LIMIT).with_owner(owner),
+        lock.lock().timeout(LIMIT).with_owner(owner),
+        release,
+    );
+    let (one, two) = (one.unwrap(), two.unwrap());
+    assert_eq!((one.hold_count(), two.hold_count()), (2, 2));
+    one.unlock().await.unwrap();
+    two.unlock().await.unwrap();
+    assert!(!lock.is_locked().await.unwrap());
 }

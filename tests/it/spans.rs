@@ -125,3 +125,28 @@ async fn replaced_connection_event_has_a_reason_of_this_library() {
     );
     client.shutdown().await.unwrap();
 }
+
+/// "`acquire`: `waited`, `granted`: around each acquisition", also one that is given up.
+#[tokio::test]
+async fn span_of_a_dropped_acquisition_has_its_fields() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let _guard = lock.lock().await.unwrap();
+    let log = Log::capture();
+    let waiting = tokio::spawn(lock.lock().into_future());
+    wait_until_async("it waits", LIMIT, || async {
+        client.stats().contended_attempts >= 1
+    })
+    .await;
+    waiting.abort();
+    assert!(waiting.await.unwrap_err().is_cancelled());
+    let spans = log.with("acquire");
+    assert_eq!(spans.len(), 1, "{spans:?}");
+    assert_eq!(
+        spans[0].fields.get("granted").map(String::as_str),
+        Some("false"),
+        "{spans:?}"
+    );
+    assert!(spans[0].fields.contains_key("waited"), "{spans:?}");
+}

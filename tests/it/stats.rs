@@ -5,6 +5,7 @@ use std::time::Duration;
 use redis::cmd;
 use redisson_lock::{Error, LockClient, LostReason, Owner, OwnerExt};
 
+use crate::support::observe::park;
 use crate::support::proxy::{Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until, wait_until_async};
 
@@ -129,4 +130,36 @@ async fn stats_count_reconnects_and_unknown_outcomes() {
         client.stats().reconnects > before
     });
     lock.run(async {}).await.unwrap();
+}
+
+/// Requests that do not wait for a lock: `try_lock` never does.
+#[tokio::test]
+async fn try_lock_in_flight_is_no_waiting_request() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let parked = park(lock.try_lock());
+    assert_eq!(client.stats().requests_waiting, 0);
+    drop(parked);
+}
+
+/// "Connections for calls that replaced a lost one": none was lost here.
+#[tokio::test(flavor = "multi_thread")]
+async fn connecting_to_a_busy_server_is_no_reconnect() {
+    let server = Server::builder().arg("--lua-time-limit", "50").start();
+    let mut redis = server.connection();
+    let mut stuck = server.connection();
+    let script =
+        std::thread::spawn(move || cmd("EVAL").arg("while true do end").arg(0).exec(&mut stuck));
+    wait_until("the server is busy", LIMIT, || {
+        cmd("PING")
+            .exec(&mut redis)
+            .is_err_and(|error| error.code() == Some("BUSY"))
+    });
+    let client = LockClient::connect(&server.url()).await;
+    cmd("SCRIPT").arg("KILL").exec(&mut redis).unwrap();
+    script.join().unwrap().unwrap_err();
+    let client = client.unwrap();
+    client.lock("a").run(async {}).await.unwrap();
+    assert_eq!(client.stats().reconnects, 0);
 }

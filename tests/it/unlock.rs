@@ -9,7 +9,7 @@ use crate::support::observe::hold_count;
 use crate::support::server::{Server, unique, wait_until};
 use futures::FutureExt;
 use redis::cmd;
-use redisson_lock::{ClientId, Error, LockClient, LostReason, Owner, OwnerExt};
+use redisson_lock::{ClientId, Error, LockClient, LostReason, Owner, OwnerExt, OwnerPolicy};
 
 fn count(redis: &mut redis::Connection, lock: &str) -> i64 {
     let counts: Vec<i64> = cmd("HVALS").arg(lock).query(redis).unwrap();
@@ -517,4 +517,45 @@ async fn unlock_while_release_is_pending_reports_no_detached_hold() {
         assert_eq!(error.to_string(), text);
     })
     .await;
+}
+
+/// A detached hold whose fixed lease has ended, while another owner has the lock.
+#[tokio::test]
+async fn unlock_of_expired_detached_hold_is_lost_once_and_touches_no_other() {
+    let server = Server::start();
+    let client = LockClient::builder()
+        .owner_policy(OwnerPolicy::PerTask)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let other = LockClient::connect(&server.url()).await.unwrap();
+    let name = unique("stock");
+    let lock = client.lock(&name);
+    let _ = lock
+        .lock()
+        .lease(Duration::from_millis(300))
+        .await
+        .unwrap()
+        .detach();
+    let theirs = other.lock(&name).lock().timeout(LIMIT).await.unwrap();
+    let first = lock.unlock().await.unwrap_err();
+    assert!(
+        matches!(
+            first,
+            Error::Lost {
+                reason: LostReason::Expired,
+                ..
+            }
+        ),
+        "{first:?}"
+    );
+    let second = lock.unlock().await.unwrap_err();
+    assert!(matches!(second, Error::NotHeld { .. }), "{second:?}");
+    let info = lock.inspect().await.unwrap().unwrap();
+    assert_eq!(
+        info.owner,
+        format!("{}:{}", other.client_id(), theirs.owner())
+    );
+    assert_eq!((info.local_owner, info.hold_count), (None, 1));
+    theirs.unlock().await.unwrap();
 }

@@ -8,7 +8,7 @@ use crate::support::observe::{channels, scripts, subscribers};
 use crate::support::server::{Server, unique, wait_until};
 use futures::poll;
 use rand::Rng;
-use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LockInfo};
+use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LockInfo, OwnerExt};
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
@@ -652,4 +652,34 @@ async fn requests_dropped_anywhere_leave_nothing() {
             .expect("the lock is not free");
         guard.unlock().await.unwrap();
     }
+}
+
+/// Cut off while waiting: `held_by` names the owner as of the timeout, or nobody.
+#[tokio::test]
+async fn timeout_after_the_owner_left_names_no_owner_that_left() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let guard = lock.lock().await.unwrap();
+    let error = lock
+        .lock()
+        .timeout(Duration::from_millis(50))
+        .await
+        .unwrap_err();
+    let Error::AcquireTimeout {
+        held_by: Some(info),
+        timeout,
+        ..
+    } = &error
+    else {
+        panic!("{error:?}")
+    };
+    assert_eq!(*timeout, Duration::from_millis(50));
+    assert_eq!(info.local_owner, Some(guard.owner()));
+    guard.unlock().await.unwrap();
+    // The owner that the error names can be used, long after it has left.
+    let left = info.local_owner.unwrap();
+    let error = lock.unlock().with_owner(left).await.unwrap_err();
+    assert!(matches!(error, Error::NotHeld { .. }), "{error:?}");
+    assert_eq!(lock.hold_count_of(left).await, Ok(0));
 }
