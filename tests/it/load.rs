@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use crate::support::observe::{channels, info};
+use crate::support::observe::{channels, info, scripts};
 use crate::support::proxy::Proxy;
 use crate::support::server::{Server, unique, wait_until};
 use redisson_lock::LockClient;
@@ -158,4 +158,47 @@ async fn under_load(
     wait_until("no subscription is left", SOON, || {
         channels(&mut redis) == 0
     });
+}
+
+/// With confirmed subscriptions a message comes, so nothing has to be asked for a while.
+#[tokio::test(flavor = "multi_thread")]
+async fn ten_thousand_idle_waited_for_locks_cost_few_script_calls() {
+    const LOCKS: usize = 10_000;
+    let server = Server::start();
+    let mut redis = server.connection();
+    let owner = LockClient::connect(&server.url()).await.unwrap();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lease = Duration::from_secs(3600);
+    let (mut guards, mut waiters) = (Vec::new(), Vec::new());
+    // Some at a time: a busy machine answers as many within the command timeout.
+    for batch in (0..LOCKS).collect::<Vec<_>>().chunks(500) {
+        let names: Vec<_> = batch.iter().map(|n| format!("stock:{n}")).collect();
+        let locking = names
+            .iter()
+            .map(|name| owner.lock(name).lock().lease(lease));
+        let locked = futures::future::try_join_all(locking.map(IntoFuture::into_future));
+        guards.extend(locked.await.unwrap());
+        let requests = names.iter().map(|name| client.lock(name).lock());
+        waiters.extend(requests.map(|request| tokio::spawn(request.into_future())));
+        wait_until("all are subscribed", SOON, || {
+            channels(&mut redis) == waiters.len()
+        });
+    }
+    // Each confirmation is followed by one attempt.
+    let mut last = 0;
+    wait_until("the attempts are made", SOON, || {
+        let now = scripts(&mut redis);
+        std::thread::sleep(ms(300));
+        std::mem::replace(&mut last, now) == now
+    });
+    let before = scripts(&mut redis);
+    sleep(ms(3_000)).await;
+    let calls = scripts(&mut redis) - before;
+    assert!(calls <= 400, "{calls} script calls in 3 s");
+    // They are no less awake for it.
+    drop(guards);
+    for waiter in waiters {
+        let granted = timeout(SOON, waiter).await;
+        drop(granted.expect("a grant").unwrap().unwrap());
+    }
 }

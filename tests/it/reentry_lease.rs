@@ -2,9 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use crate::support::bench::{Bench, LIMIT};
+use crate::support::bench::{BRIEF, Bench, LIMIT};
 use crate::support::server::wait_until;
-use redisson_lock::{LockClient, Owner, OwnerExt};
+use redis::cmd;
+use redisson_lock::{ClientId, LockClient, Owner, OwnerExt};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn reentry_with_shorter_lease_keeps_outer_lease() {
@@ -129,4 +130,67 @@ fn wait_for_renewals(bench: &mut Bench, times: usize) {
         before = now;
         seen >= times
     });
+}
+
+/// A process that dies after the inner release leaves the lock to the outer holds' lease, not to
+/// the longer one of a hold that was released.
+#[tokio::test(flavor = "multi_thread")]
+async fn inner_release_lowers_expiry_to_what_outer_holds_are_entitled_to() {
+    let mut bench = Bench::with(LockClient::builder().watchdog_timeout(BRIEF)).await;
+    let (lock, owner) = (bench.lock.clone(), Owner::new());
+    let outer = lock.lock().with_owner(owner).await.unwrap();
+    let inner = lock.lock().lease(Duration::from_secs(60));
+    let inner = inner.with_owner(owner).await.unwrap();
+    assert!(bench.pttl() > 50_000);
+    assert!(outer.remaining_lease() > Duration::from_secs(50));
+    inner.unlock().await.unwrap();
+    let left = bench.pttl();
+    assert!((1..=3_000).contains(&left), "{left} ms");
+    assert!(outer.remaining_lease() <= BRIEF);
+    // It is renewed on.
+    let begun = Instant::now();
+    while begun.elapsed() < BRIEF * 2 {
+        let left = bench.pttl();
+        assert!((1..=3_000).contains(&left), "{left} ms");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert!(!outer.is_lost());
+    outer.unlock().await.unwrap();
+    assert_eq!(bench.pttl(), -2);
+
+    // With a lease of its own the outer hold keeps the rest of that.
+    let outer = lock.lock().lease(Duration::from_secs(20));
+    let outer = outer.with_owner(owner).await.unwrap();
+    let inner = lock.lock().lease(Duration::from_secs(60));
+    let inner = inner.with_owner(owner).await.unwrap();
+    inner.unlock().await.unwrap();
+    let left = bench.pttl();
+    assert!((15_000..=20_000).contains(&left), "{left} ms");
+    outer.unlock().await.unwrap();
+}
+
+/// The holds of an earlier client, of which this one knows nothing, have no expiry: a release keeps
+/// it so.
+#[tokio::test(flavor = "multi_thread")]
+async fn release_makes_no_expiry_where_there_was_none() {
+    let id = ClientId::random();
+    let mut bench = Bench::with(LockClient::builder().client_id(id)).await;
+    let owner = Owner::from_thread_id(17).unwrap();
+    let (lock, name) = (bench.lock.clone(), bench.name.clone());
+    cmd("HSET")
+        .arg(&[&*name, &format!("{id}:17"), "2"])
+        .exec(&mut bench.observer)
+        .unwrap();
+    lock.unlock().with_owner(owner).await.unwrap();
+    assert_eq!((bench.pttl(), bench.count()), (-1, 1));
+    let guard = lock.lock().with_owner(owner).await.unwrap();
+    cmd("PERSIST").arg(&name).exec(&mut bench.observer).unwrap();
+    guard.unlock().await.unwrap();
+    assert_eq!((bench.pttl(), bench.count()), (-1, 1));
+    drop(lock.lock().with_owner(owner).await.unwrap());
+    wait_until("the dropped guard is released", LIMIT, || {
+        bench.count() == 1
+    });
+    lock.unlock().with_owner(owner).await.unwrap();
+    assert_eq!(bench.pttl(), -2);
 }

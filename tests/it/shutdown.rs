@@ -4,15 +4,21 @@
 use std::future::Future;
 use std::time::{Duration, Instant};
 
-use crate::support::observe::{channels, pttl, ttl};
+use crate::support::observe::{channels, exists, park, pttl, ttl};
 use crate::support::proxy::{Flow, Proxy, Way};
-use crate::support::server::{Server, unique, wait_until};
+use crate::support::server::{Server, unique, wait_until, wait_until_async};
 use futures::{FutureExt, poll};
-use redisson_lock::{Error, LockClient, LostReason, Owner, OwnerExt, Step};
+use redis::cmd;
+use redisson_lock::{Error, LockClient, LockGuard, LostReason, Owner, OwnerExt, Step};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
+use tracing::Level;
+
+use crate::support::log::Log;
+
+const LIMIT: Duration = Duration::from_secs(20);
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -494,4 +500,192 @@ async fn clone_opens_no_connection() {
     guard.unlock().await.unwrap();
     clones[0].shutdown().await.unwrap();
     assert_eq!(client.lock(&name).lock().await.unwrap_err(), Error::Closed);
+}
+
+/// "The client is shut down": a client that is shut down fails with `Closed`.
+#[tokio::test]
+async fn unlock_of_a_closed_client_outside_a_scope_is_closed() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    client.shutdown().await.unwrap();
+    assert_eq!(client.lock("a").unlock().await, Err(Error::Closed));
+}
+
+/// "Requests of this client that wait for a lock now": none after a shutdown.
+#[tokio::test]
+async fn parked_request_of_a_closed_client_does_not_wait() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let guard = lock.lock().await.unwrap();
+    let parked = park(lock.lock());
+    drop(guard);
+    client.shutdown().await.unwrap();
+    assert_eq!(client.stats().requests_waiting, 0);
+    assert!(matches!(parked.await, Err(Error::Closed)));
+    assert_eq!(client.stats().requests_waiting, 0);
+}
+
+#[tokio::test]
+async fn shutdown_after_cancelled_runs_loses_nothing() {
+    let server = Server::start();
+    let log = Log::capture();
+    let mut redis = server.connection();
+    for round in 0..100 {
+        let client = LockClient::connect(&server.url()).await.unwrap();
+        let lock = client.lock(unique("stock"));
+        let (entered, inside) = tokio::sync::oneshot::channel();
+        let running = tokio::spawn(lock.run(async move {
+            entered.send(()).unwrap();
+            std::future::pending::<()>().await;
+        }));
+        inside.await.unwrap();
+        running.abort();
+        assert!(running.await.unwrap_err().is_cancelled());
+        if round % 2 == 0 {
+            let owner = Owner::new();
+            let other = client.lock(unique("other"));
+            let _ = other.lock().with_owner(owner).await.unwrap().detach();
+            let mut unlocking = Box::pin(other.unlock().with_owner(owner));
+            let _ = futures::poll!(&mut unlocking);
+            drop(unlocking);
+        }
+        client.shutdown().await.unwrap();
+        let stats = client.stats();
+        let ended = (
+            stats.locks_held,
+            stats.losses.total(),
+            stats.failed_releases,
+        );
+        assert_eq!(ended, (0, 0, 0), "{stats:?}");
+        assert!(!exists(&mut redis, lock.name()));
+    }
+    let events = log.from(Level::INFO);
+    assert!(events.is_empty(), "{events:?}");
+}
+
+/// "Locks that are still held are lost with `LostReason::Shutdown`. Their keys stay": no other key
+/// does, and each caller receives `Closed` or `Lost`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shutdown_beside_busy_tasks_accounts_for_each_key() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    for round in 0..60_u64 {
+        let client = LockClient::connect(&server.url()).await.unwrap();
+        let tasks: Vec<_> = (0..8)
+            .map(|task| {
+                let lock = client.lock(format!("race:{round}:{task}"));
+                tokio::spawn(async move {
+                    loop {
+                        let outcome = match task % 4 {
+                            0 => lock.run(tokio::task::yield_now()).await,
+                            1 => match lock.lock().await {
+                                Ok(guard) => guard.unlock().await,
+                                Err(error) => Err(error),
+                            },
+                            2 => lock.lock().await.map(drop),
+                            _ => match lock.lock().await {
+                                Ok(guard) => {
+                                    let owner = guard.detach();
+                                    lock.unlock().with_owner(owner).await
+                                }
+                                Err(error) => Err(error),
+                            },
+                        };
+                        if let Err(error) = outcome {
+                            return error;
+                        }
+                    }
+                })
+            })
+            .collect();
+        wait_until_async("they work", LIMIT, || async {
+            client.stats().grants > round
+        })
+        .await;
+        client.shutdown().await.unwrap();
+        for task in tasks {
+            let error = task.await.unwrap();
+            let expected = matches!(
+                error,
+                Error::Closed
+                    | Error::Lost {
+                        reason: LostReason::Shutdown,
+                        ..
+                    }
+            );
+            assert!(expected, "{error:?}");
+        }
+        let stats = client.stats();
+        let keys: Vec<String> = cmd("KEYS")
+            .arg(format!("race:{round}:*"))
+            .query(&mut redis)
+            .unwrap();
+        assert_eq!((stats.locks_held, stats.requests_waiting), (0, 0));
+        assert!(
+            keys.len() as u64 <= stats.losses.shutdown + stats.failed_releases,
+            "{keys:?} {stats:?}"
+        );
+    }
+}
+
+/// A guard that is dropped after the shutdown: nothing is reported twice, and the lock is released.
+#[tokio::test]
+async fn guard_dropped_after_shutdown_is_one_loss_and_is_released() {
+    let server = Server::start();
+    let log = Log::capture();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let guard = lock.lock().await.unwrap();
+    let other = lock.lock().with_owner(guard.owner()).await.unwrap();
+    client.shutdown().await.unwrap();
+    assert!(guard.is_lost());
+    assert_eq!(guard.lost().await, LostReason::Shutdown);
+    drop(guard);
+    assert!(other.unlock().await.unwrap_err().is_lost());
+    let stats = client.stats();
+    assert_eq!(
+        (
+            stats.losses.shutdown,
+            stats.losses.total(),
+            stats.failed_releases
+        ),
+        (1, 1, 0)
+    );
+    assert_eq!(
+        log.from(Level::WARN).len(),
+        1,
+        "{:?}",
+        log.from(Level::WARN)
+    );
+    wait_until("the lock is released", SOON, || {
+        !exists(&mut redis, lock.name())
+    });
+}
+
+/// Their work ends after the shutdown: the keys do not stay for their leases.
+#[tokio::test]
+async fn guards_dropped_right_after_shutdown_are_released() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lease = Duration::from_secs(3600);
+    let mut guards = Vec::new();
+    for number in 0..10 {
+        let lock = client.lock(format!("stock:{number}"));
+        guards.push(lock.lock().lease(lease).await.unwrap());
+    }
+    client.shutdown().await.unwrap();
+    let keys = |redis: &mut redis::Connection| cmd("DBSIZE").query::<usize>(redis).unwrap();
+    assert_eq!(keys(&mut redis), 10, "the work may still run");
+    assert!(guards.iter().all(LockGuard::is_lost));
+    drop(guards);
+    wait_until("the locks are released", Duration::from_secs(2), || {
+        keys(&mut redis) == 0
+    });
+    wait_until("the connections are closed", SOON, || {
+        connections(&mut redis) == 0
+    });
+    assert_eq!(client.stats().failed_releases, 0);
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::support::observe::{channels, rival, scripts, subscribers};
+use crate::support::observe::{channels, info, rival, scripts, subscribers};
 use crate::support::proxy::{Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until};
 use redisson_lock::LockClient;
@@ -176,4 +176,38 @@ async fn refused_subscription_is_made_once_permitted() {
         .unlock()
         .await
         .unwrap();
+}
+
+/// One command and one confirmation for all that wait for one.
+#[tokio::test(flavor = "multi_thread")]
+async fn waiters_over_slow_link_are_subscribed_with_few_commands() {
+    const LOCKS: usize = 200;
+    let server = Server::start();
+    let mut redis = server.connection();
+    let proxy = Proxy::start(&server).await;
+    let owner = LockClient::connect(&server.url()).await.unwrap();
+    let client = LockClient::connect(&proxy.url()).await.unwrap();
+    let names: Vec<_> = (0..LOCKS).map(|_| unique("stock")).collect();
+    let mut guards = Vec::new();
+    for name in &names {
+        guards.push(owner.lock(name).lock().lease(SOON * 10).await.unwrap());
+    }
+    proxy.set(Way::Both, Flow::Delay(ms(20)));
+    let begun = std::time::Instant::now();
+    let waiters: Vec<_> = names.iter().map(|name| rival(&client, name)).collect();
+    wait_until("all are subscribed", SOON, || channels(&mut redis) == LOCKS);
+    let took = begun.elapsed();
+    assert!(took < ms(3_000), "{took:?}");
+    let commands = info(&mut redis, "commandstats", "cmdstat_subscribe:", "calls=");
+    assert!(commands <= 10, "{commands} SUBSCRIBE");
+    // Each confirmed subscription is followed by one attempt; none of them sleeps before it.
+    sleep(ms(1_000)).await;
+    let released = std::time::Instant::now();
+    drop(guards);
+    for waiter in waiters {
+        let (_, guard) = timeout(SOON, waiter).await.expect("a grant").unwrap();
+        drop(guard);
+    }
+    let took = released.elapsed();
+    assert!(took < ms(5_000), "{took:?}");
 }

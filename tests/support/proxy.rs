@@ -4,7 +4,7 @@
 #![allow(dead_code)]
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -63,7 +63,7 @@ impl Proxy {
             .expect("a port for the proxy");
         let port = listener.local_addr().expect("the proxy's address").port();
         let shared = Arc::new(Shared {
-            server: server.port(),
+            server: AtomicU16::new(server.port()),
             requests: watch::channel(Flow::Pass).0,
             replies: watch::channel(Flow::Pass).0,
             stalled: watch::channel(0).0,
@@ -85,6 +85,12 @@ impl Proxy {
     /// The URL for clients.
     pub fn url(&self) -> String {
         format!("redis://127.0.0.1:{}", self.port)
+    }
+
+    /// Connects new connections to another server. Those that are open stay with theirs, as behind
+    /// an address that moves in a fail-over.
+    pub fn retarget(&self, server: &Server) {
+        self.shared.server.store(server.port(), Ordering::Release);
     }
 
     /// Sets how bytes are passed on from now on.
@@ -158,7 +164,7 @@ impl Drop for Proxy {
 }
 
 struct Shared {
-    server: u16,
+    server: AtomicU16,
     requests: watch::Sender<Flow>,
     replies: watch::Sender<Flow>,
     /// Requests are held on connections with a lower number.
@@ -211,7 +217,8 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
 /// Passes the bytes of one connection on until the server or a rule closes it.
 async fn carry(shared: Arc<Shared>, client: TcpStream, number: usize) {
     // If the server does not run, the client's connection is closed.
-    let Ok(server) = TcpStream::connect(("127.0.0.1", shared.server)).await else {
+    let port = shared.server.load(Ordering::Acquire);
+    let Ok(server) = TcpStream::connect(("127.0.0.1", port)).await else {
         return;
     };
     for stream in [&client, &server] {
