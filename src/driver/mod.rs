@@ -266,3 +266,108 @@ impl State {
         effects.has_alarm = is_earlier || self.engine.has_ended();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use futures::FutureExt;
+    use futures::task::noop_waker;
+
+    use super::*;
+    use crate::config::{DeadlockDetection, LeaseTime};
+    use crate::engine::{AcquireRequest, Settings, Wait};
+    use crate::error::{Error, LostReason};
+    use crate::keys::Keys;
+    use crate::kind::Kind;
+    use crate::lease_cell::LossWaiter;
+    use crate::owner::{ClientId, Owner, TaskKey};
+    use crate::wire::Reply;
+
+    fn driver() -> (Arc<Driver>, mpsc::UnboundedReceiver<Outgoing>) {
+        let settings = Settings {
+            client_id: ClientId::random(),
+            address: "localhost:6379".into(),
+            watchdog: LeaseTime::at_least(Duration::from_secs(30)),
+            recheck: None,
+            retry_timeout: Duration::from_secs(10),
+            command_timeout: Duration::from_secs(3),
+            renewal_batch: 100,
+            detection: DeadlockDetection::Warn,
+        };
+        Driver::new(Engine::new(settings, 7), Arc::default())
+    }
+
+    fn acquire(driver: &Arc<Driver>, name: &str) -> Pending {
+        let request = AcquireRequest {
+            keys: Keys::reentrant(name).expect("a valid name"),
+            kind: Kind::Reentrant,
+            owner: Owner::new(),
+            lease: None,
+            wait: Wait::Unlimited,
+            task: TaskKey::current(),
+        };
+        driver.submit(|engine, now| engine.acquire(now, request))
+    }
+
+    #[test]
+    fn panic_in_the_engine_ends_each_request_and_loses_each_lock() {
+        let (driver, mut calls) = driver();
+        // A lock that is granted, and requests that are in flight, that wait, and that are offered.
+        let granting = acquire(&driver, "held");
+        let offering = acquire(&driver, "offered");
+        for _ in 0..2 {
+            let Ok(Outgoing::Call(id, _)) = calls.try_recv() else {
+                panic!("no call");
+            };
+            let reply = Reply::List(vec![Reply::Int(1), Reply::Text("1".into())]);
+            driver.apply(|engine, now| engine.handle_reply(now, id, Ok(reply)));
+        }
+        let Some(Ok(Acquisition::Granted(grant))) = granting.acquired().now_or_never() else {
+            panic!("not granted");
+        };
+        let mut lost = LossWaiter::new(Arc::clone(&grant.cell));
+        let waker = noop_waker();
+        let mut cx = Context::from_waker(&waker);
+        assert!(lost.poll(driver.clock.now(), &mut cx).is_pending());
+        let mut in_flight = Box::pin(acquire(&driver, "free").acquired());
+        assert!(in_flight.poll_unpin(&mut cx).is_pending());
+        let not_polled = acquire(&driver, "other");
+        let keys = Keys::reentrant("held").expect("a valid name");
+        let asking = driver.submit(|engine, now| engine.inspect(now, &keys, Kind::Reentrant, None));
+
+        assert!(driver.apply(|_, _| panic!("a defect")).is_none());
+
+        let failed = |outcome| matches!(outcome, Some(Err(Error::ClientFailed)));
+        assert!(failed(in_flight.now_or_never()));
+        assert!(failed(offering.acquired().now_or_never()));
+        assert!(failed(not_polled.acquired().now_or_never()));
+        let answer = asking.outcome().now_or_never();
+        assert!(
+            matches!(answer, Some(Outcome::Failed(Error::ClientFailed))),
+            "{answer:?}"
+        );
+        let reason = lost.poll(driver.clock.now(), &mut cx);
+        assert_eq!(reason, Poll::Ready(LostReason::ClientFailed));
+        // What comes later fails, too, and does not panic.
+        assert!(failed(acquire(&driver, "late").acquired().now_or_never()));
+        let released = driver.submit(|engine, now| engine.release(now, grant.hold, true));
+        assert!(matches!(
+            released.outcome().now_or_never(),
+            Some(Outcome::Failed(Error::ClientFailed))
+        ));
+        driver.apply(|engine, now| engine.drop_hold(now, grant.hold));
+        driver.apply(|engine, now| engine.handle_timeout(now));
+        driver.apply(|engine, now| engine.abandon(now));
+        assert!(driver.has_ended());
+        let stats = driver.stats();
+        assert_eq!(
+            (
+                stats.losses.client_failed,
+                stats.locks_held,
+                stats.requests_waiting
+            ),
+            (2, 0, 0)
+        );
+    }
+}
