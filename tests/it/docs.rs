@@ -342,6 +342,7 @@ fn tests_named_in_safety_md_exist() {
                 format!("it/{word}.rs"),
                 format!("{word}/main.rs"),
                 format!("model/{word}/mod.rs"),
+                format!("../src/{word}/mod.rs"),
             ];
             let text = places
                 .iter()
