@@ -85,8 +85,8 @@ impl LockGuard {
     }
 
     /// How much longer the lock is certain to be held: by this process's clock, counted from the
-    /// moment at which the last confirmed script was sent, less a margin of a twentieth of the
-    /// lease (at most 500 ms). Zero once the lock is lost.
+    /// moment at which the last confirmed script was sent, less a margin of a tenth of the lease.
+    /// Zero once the lock is lost.
     #[must_use]
     pub fn remaining_lease(&self) -> Duration {
         self.grant.cell.lease.remaining(self.clock().now())
@@ -167,14 +167,14 @@ impl LockGuard {
     /// * [`Error::Lost`]: the lock was lost while it was held, by
     ///   [`LockClient::shutdown`](crate::LockClient::shutdown) also. Another owner may have held
     ///   it: check, or undo, what was done under it.
-    /// * [`Error::OutcomeUnknown`]: the server did not answer within the client's retry timeout, or
-    ///   its command timeout if that is longer. The release is repeated in the background: there is
-    ///   nothing to repeat for the caller. The work was done under the lock: the lease was valid
-    ///   when `unlock` was called.
+    /// * [`Error::OutcomeUnknown`]: the server did not answer, or could not be reached, within the
+    ///   client's retry timeout, or its command timeout if that is longer. The release is repeated
+    ///   in the background: there is nothing to repeat for the caller. The work was done under the
+    ///   lock: the lease was valid when `unlock` was called.
     /// * [`Error::Connection`], [`Error::Server`]: the server cannot be reached, or refused the
     ///   release. The lock stays held until its lease expires.
-    /// * [`Error::NoRuntime`]: the runtime of the client has ended. The lock stays held until its
-    ///   lease expires.
+    /// * [`Error::ClientFailed`]: the client has failed. The lock stays held until its lease
+    ///   expires.
     ///
     /// # Cancel safety
     /// Dropping it leaves the release to the background, as dropping the guard does.

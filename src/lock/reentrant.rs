@@ -165,8 +165,7 @@ impl ReentrantLock {
     /// * [`Error::Timeout`]: an earlier operation of the same owner on this lock still has no
     ///   reply.
     /// * [`Error::Lost`]: the grant arrived after its lease had expired.
-    /// * [`Error::Closed`], [`Error::NoRuntime`]: the client was shut down, or its runtime has
-    ///   ended.
+    /// * [`Error::Closed`], [`Error::ClientFailed`]: the client was shut down, or has failed.
     ///
     /// # Cancel safety
     /// Dropping it removes the request from the queue and leaves nothing behind: a wake-up goes to
@@ -249,8 +248,7 @@ impl ReentrantLock {
     /// * [`Error::Closed`]: [`shutdown`](crate::LockClient::shutdown) was called. Nothing was sent,
     ///   and the lock stays held until its lease expires. (The unlock of a guard returns
     ///   [`Error::Lost`] then.)
-    /// * [`Error::NoRuntime`]: the runtime of the client has ended. The lock stays held until its
-    ///   lease expires.
+    /// * [`Error::ClientFailed`]: the client has failed.
     ///
     /// # Cancel safety
     /// What it has begun is finished in the background.
@@ -295,8 +293,7 @@ impl ReentrantLock {
     /// * [`Error::Connection`], or [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect):
     ///   the server did not answer.
     /// * [`Error::Server`]: the key holds another type, or a hold count that is not a number.
-    /// * [`Error::Closed`], [`Error::NoRuntime`]: the client was shut down, or its runtime has
-    ///   ended.
+    /// * [`Error::Closed`], [`Error::ClientFailed`]: the client was shut down, or has failed.
     ///
     /// # Cancel safety
     /// It changes nothing, so it can be dropped at any time.
@@ -401,8 +398,7 @@ impl ReentrantLock {
     ///   again is safe.
     /// * [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect) or
     ///   [`Step::EarlierOperation`](crate::Step::EarlierOperation): nothing was freed.
-    /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`], [`Error::NoRuntime`]:
-    ///   nothing was freed.
+    /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`]: nothing was freed.
     ///
     /// # Cancel safety
     /// Dropping it does not recall what was sent: the lock may be freed. For an owner of this
