@@ -35,9 +35,9 @@ const HOUR: Duration = Duration::from_secs(3600);
 ///
 /// # Runtime
 ///
-/// The connections and the watchdog run on a thread of the client. Locks, requests and guards can be
-/// used from any runtime, thread or executor, and code that blocks a thread of a runtime delays no
-/// renewal. A client in a `static` serves several runtimes, as `#[tokio::test]` makes them.
+/// The connections and the watchdog run on a thread of the client. Locks, requests and guards can
+/// be used from any runtime, thread or executor, and code that blocks a thread of a runtime delays
+/// no renewal. A client in a `static` serves several runtimes, as `#[tokio::test]` makes them.
 ///
 /// When the last clone, lock and guard are dropped, the client completes its pending releases and
 /// ends; [`shutdown`](Self::shutdown) does that at a moment of your choice, and waits. Call it
@@ -128,17 +128,17 @@ impl LockClient {
     /// Ends the client. Waiting requests fail with [`Error::Closed`], pending releases are
     /// completed, tasks end and connections are closed.
     ///
-    /// Locks that are still held are lost with [`LostReason::Shutdown`](crate::LostReason::Shutdown).
-    /// Their keys stay, so that no other owner gets the lock while code under it may still run, until
-    /// their guards are dropped (within the retry timeout) or their leases expire: drop guards before
-    /// shutting down.
+    /// Locks that are still held are lost with
+    /// [`LostReason::Shutdown`](crate::LostReason::Shutdown). Their keys stay, so that no other
+    /// owner gets the lock while code under it may still run, until their guards are dropped
+    /// (within the retry timeout) or their leases expire: drop guards before shutting down.
     ///
     /// Calling it again does nothing.
     ///
     /// # Errors
-    /// [`Error::Timeout`] with [`Step::Shutdown`](crate::Step::Shutdown): releases still had no reply
-    /// after the retry timeout. The client has ended all the same, and what was not released expires
-    /// with its lease.
+    /// [`Error::Timeout`] with [`Step::Shutdown`](crate::Step::Shutdown): releases still had no
+    /// reply after the retry timeout. The client has ended all the same, and what was not released
+    /// expires with its lease.
     ///
     /// # Cancel safety
     /// Dropped half-way, the client ends all the same. It can be called again.
@@ -249,9 +249,9 @@ impl LockClientBuilder {
         self
     }
 
-    /// How long a waiter sleeps at most before it makes another attempt, should a wake-up be lost. 10
-    /// ms to 1 h. Default: 1 s while the subscription to the lock's channel is not confirmed, 15 to
-    /// 30 s while it is, and in any case when the lease of the present owner ends.
+    /// How long a waiter sleeps at most before it makes another attempt, should a wake-up be lost.
+    /// 10 ms to 1 h. Default: 1 s while the subscription to the lock's channel is not confirmed, 15
+    /// to 30 s while it is, and in any case when the lease of the present owner ends.
     ///
     /// It costs one attempt per interval for each lock that is waited for in this process, however
     /// many requests wait for it.
@@ -324,16 +324,17 @@ impl LockClientBuilder {
             config.command_timeout,
         )?;
         let (owner_policy, retry) = (self.owner_policy, self.connect_retry);
-        let opened = driver::start(move || open_in_time(config, settings, client_id, retry));
-        let (driver, ended) = opened.await?;
-        Ok(LockClient {
-            handle: Arc::new(Handle {
+        let open = async move || {
+            let (driver, work) = open_in_time(config, settings, client_id, retry).await?;
+            let handle = Handle {
                 driver,
                 client_id,
                 owner_policy,
-            }),
-            ended,
-        })
+            };
+            Ok((Arc::new(handle), work))
+        };
+        let (handle, ended) = driver::start(open).await?;
+        Ok(LockClient { handle, ended })
     }
 
     fn config(&self) -> Result<Config, Error> {

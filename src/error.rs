@@ -37,7 +37,7 @@ pub use server::{ServerError, ServerErrorKind};
 #[non_exhaustive]
 pub enum Error {
     /// The lock name is invalid. Nothing was sent. Choose another name.
-    #[error("invalid lock name {name:?}: {problem} (allowed: 1 to {max} bytes of UTF-8)", max = crate::MAX_NAME_LEN)]
+    #[error("invalid lock name {name:?}: {problem} (allowed: 1 to {max} bytes of UTF-8)", max = crate::limits::MAX_NAME_LEN)]
     #[non_exhaustive]
     InvalidName {
         /// The name, shortened if it is long.
@@ -117,7 +117,7 @@ pub enum Error {
         /// The lock's name.
         lock: String,
         /// The owner of this client under which the task holds the lock.
-        owner: crate::Owner,
+        owner: crate::owner::Owner,
     },
     /// A step took longer than its limit. Except for [`Step::Shutdown`] it left nothing behind.
     /// Call again when the server answers.
@@ -206,8 +206,9 @@ pub enum Error {
     /// The client is shut down. Nothing was sent. Connect a new client.
     #[error("the lock client is shut down")]
     Closed,
-    /// The client has failed over a defect of this library, which is logged as an error. Each of its
-    /// locks counts as lost, and each of its requests ends with this error. Connect a new client.
+    /// The client has failed over a defect of this library, which is logged as an error. Each of
+    /// its locks counts as lost, and each of its requests ends with this error. Connect a new
+    /// client.
     #[error("the lock client has failed")]
     ClientFailed,
 }

@@ -3,14 +3,7 @@
 use bytes::Bytes;
 
 use crate::error::Error;
-
-/// The length of the longest lock name, in bytes of UTF-8. A longer name is refused with
-/// [`Error::InvalidName`]. (A key in Redis may be longer.)
-///
-/// ```
-/// assert!("order:42".len() <= redisson_lock::MAX_NAME_LEN);
-/// ```
-pub const MAX_NAME_LEN: usize = 16 * 1024;
+use crate::limits::MAX_NAME_LEN;
 
 /// The keys of one lock.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

@@ -192,6 +192,9 @@ impl Kind {
     }
 }
 
+/// An owner, and its hold count unless that is not a number.
+type Inspection<'a> = (&'a Bytes, Result<u64, ServerError>);
+
 impl Inspected {
     fn read(reply: Reply) -> Option<Self> {
         let Reply::List(values) = reply else {
@@ -228,7 +231,7 @@ impl Inspected {
 
     /// The first owner, and its hold count unless that is not a number; an error if the key is not
     /// a lock.
-    pub(crate) fn owner(&self) -> Result<Option<(&Bytes, Result<u64, ServerError>)>, ServerError> {
+    pub(crate) fn owner(&self) -> Result<Option<Inspection<'_>>, ServerError> {
         if let Some(error) = &self.refusal {
             return Err(error.clone());
         }

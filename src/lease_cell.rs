@@ -13,7 +13,7 @@ use crate::time::Time;
 /// The state that all guards of one tenure share.
 ///
 /// One word holds it: the moment at which the proof ends, or, with the highest bit set, the reason
-/// of the loss. A loss is final, and whoever reads the clock first decides: a reader that finds the
+/// of the loss. A loss is final, and the first reader of the clock decides: one that finds the
 /// proof over marks the loss, and a renewal that is confirmed later does not take it back.
 #[derive(Debug)]
 pub(crate) struct LeaseCell {
@@ -58,7 +58,7 @@ impl LeaseCell {
     pub(crate) fn lost(&self, now: Time) -> Option<LostReason> {
         let word = self.word.load(Ordering::Acquire);
         if word & LOST == 0 && now.nanos() >= word {
-            // A renewal may extend it at the same moment: whoever changes the word first decides.
+            // A renewal may extend it at the same moment: the first change of the word decides.
             return reason_of(self.update(|until| {
                 if now.nanos() >= until {
                     lost_word(LostReason::Expired)

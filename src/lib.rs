@@ -48,10 +48,10 @@
 //!
 //! # Runtime
 //!
-//! A client works on the tokio runtime on which it connected (with timers and I/O enabled), of
-//! either flavor. Locks, requests and guards can be used from any runtime, thread or executor while
-//! that runtime runs; guards can be dropped anywhere. Call [`LockClient::shutdown`] before the
-//! runtime ends: what is released in the background is not sent afterwards.
+//! A client has a thread of its own, for its connections, renewals and releases in the background.
+//! Locks, requests and guards can be used from any runtime, thread or executor, and code that
+//! blocks its thread costs no lock. Call [`LockClient::shutdown`] before the process ends: what is
+//! released in the background is not sent afterwards.
 //!
 //! # Guides
 //!
@@ -74,10 +74,12 @@ mod driver;
 mod engine;
 mod error;
 mod handle;
+mod ids;
 mod info;
 mod keys;
 mod kind;
 mod lease_cell;
+mod limits;
 mod link;
 mod lock;
 mod owner;
@@ -90,7 +92,7 @@ pub use client::{LockClient, LockClientBuilder};
 pub use config::DeadlockDetection;
 pub use error::{ConnectionError, Error, LostReason, ServerError, ServerErrorKind, Step};
 pub use info::LockInfo;
-pub use keys::MAX_NAME_LEN;
+pub use limits::MAX_NAME_LEN;
 pub use lock::guard::LockGuard;
 pub use lock::reentrant::ReentrantLock;
 pub use lock::request::{LockRequest, TryLockRequest};

@@ -4,7 +4,6 @@ use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher};
 use std::pin::Pin;
-use std::str::FromStr;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
@@ -13,8 +12,6 @@ use bytes::Bytes;
 use pin_project_lite::pin_project;
 use tokio::task::futures::TaskLocalFuture;
 use uuid::Uuid;
-
-use crate::error::Error;
 
 tokio::task_local! {
     static AMBIENT: Option<Owner>;
@@ -61,23 +58,6 @@ impl From<Uuid> for ClientId {
 impl From<ClientId> for Uuid {
     fn from(id: ClientId) -> Self {
         id.0
-    }
-}
-
-impl FromStr for ClientId {
-    type Err = Error;
-
-    /// Parses a UUID: with or without hyphens, in upper or lower case.
-    ///
-    /// # Errors
-    /// [`Error::InvalidConfig`]: the text is not a UUID.
-    fn from_str(text: &str) -> Result<Self, Error> {
-        let uuid = Uuid::try_parse(text).map_err(|problem| Error::InvalidConfig {
-            setting: "client id",
-            problem: problem.to_string(),
-            allowed: "a UUID",
-        })?;
-        Ok(Self(uuid))
     }
 }
 
@@ -156,36 +136,12 @@ impl Owner {
         Self::private(Family::Fresh, NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The owner with this thread id.
-    ///
-    /// A process that takes over the locks of another one needs it, together with
-    /// [`LockClientBuilder::client_id`](crate::LockClientBuilder::client_id); so do tests. The
-    /// client does not assume that it knows all holds of such an owner: before its first
-    /// acquisition it asks the server for the hold count.
-    ///
-    /// ```
-    /// use redisson_lock::Owner;
-    ///
-    /// let owner = Owner::from_thread_id(17)?;
-    /// assert_eq!(owner.thread_id(), 17);
-    /// assert!(Owner::from_thread_id(0).is_err());
-    /// # Ok::<(), redisson_lock::Error>(())
-    /// ```
-    ///
-    /// # Errors
-    /// [`Error::InvalidConfig`]: the id is not above 0.
-    pub fn from_thread_id(thread_id: i64) -> Result<Self, Error> {
-        if thread_id < 1 {
-            return Err(Error::InvalidConfig {
-                setting: "thread id",
-                problem: format!("{thread_id} is not positive"),
-                allowed: "1 to 9223372036854775807",
-            });
-        }
-        Ok(Self {
+    /// The owner with a thread id that other processes may use, too. It is above 0.
+    pub(crate) fn shared(thread_id: i64) -> Self {
+        Self {
             thread_id,
             private: false,
-        })
+        }
     }
 
     /// The part THREAD of the field `CLIENT:THREAD` on the wire. It is above 0.

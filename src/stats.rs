@@ -18,7 +18,7 @@ use crate::error::LostReason;
 pub struct Stats {
     /// Locks that owners of this client hold now.
     pub locks_held: u64,
-    /// Requests of this client that wait for a lock now.
+    /// Requests of this client that are in a wait queue now.
     pub requests_waiting: u64,
     /// Acquisitions that the server granted, re-entries included.
     pub grants: u64,

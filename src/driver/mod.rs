@@ -43,7 +43,8 @@ pub(crate) struct Driver {
     state: Mutex<State>,
     pub(crate) clock: Clock,
     outgoing: mpsc::UnboundedSender<Outgoing>,
-    /// Signals the thread that a timer is due earlier than it expects, or that the client has ended.
+    /// Signals the thread that a timer is due earlier than it expects, or that the client has
+    /// ended.
     alarm: Notify,
     /// Signals changed subscriptions.
     subscriptions: Notify,
@@ -55,7 +56,8 @@ pub(crate) struct Driver {
 
 struct State {
     engine: Engine,
-    /// By request; one stays until its caller has taken the outcome, longer than the engine knows it.
+    /// By request; one stays until its caller has taken the outcome, longer than the engine knows
+    /// it.
     slots: HashMap<RequestId, Slot>,
     /// When the thread wakes up; `None` while it sleeps without a timer.
     armed: Option<Time>,
@@ -199,8 +201,8 @@ impl Driver {
         }
     }
 
-    /// When the thread has to call [`Engine::handle_timeout`]. It wakes up then, unless it is told
-    /// that this is too late.
+    /// When the thread has to call [`Engine::handle_timeout`]. It wakes up then, unless the
+    /// alarm says that this is too late.
     fn arm(&self) -> Option<Time> {
         let state = &mut *self.state.lock();
         let next = state.engine.poll_timeout();
@@ -222,11 +224,11 @@ impl Driver {
     }
 }
 
-/// Runs foreign code, a waker or a subscriber of the log. If it panics, the client goes on.
+/// Runs foreign code, a waker or a subscriber of the log. A panic does not end the client.
 fn contain(run: impl FnOnce()) {
     if catch_unwind(AssertUnwindSafe(run)).is_err() {
         let _ = catch_unwind(|| {
-            tracing::error!("a waker or a subscriber of the log panicked, the client goes on");
+            tracing::error!("a waker or a subscriber of the log panicked");
         });
     }
 }

@@ -91,7 +91,7 @@ impl Keeper {
                 continue;
             }
             if self.pubsub.channels().contains(&name) {
-                // It was ended and is wanted again before the server was told.
+                // It was ended and is wanted again before the server knew.
                 let _ = self.driver.apply(|engine, now| {
                     engine.handle_subscription(now, &name, Subscription::Confirmed);
                 });

@@ -1,4 +1,5 @@
-//! The client's own thread: connections, timers and subscriptions need none of the caller's runtime.
+//! The client's own thread: connections, timers and subscriptions need none of the caller's
+//! runtime.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +25,7 @@ pub(crate) struct Work {
 }
 
 /// Starts the thread. It opens the connections with `open`, reports how that went, and works until
-/// the client has ended. If nobody waits for the report any more, it ends.
+/// the client has ended. Dropping the value that it reports has to end the client.
 pub(crate) async fn start<T, F>(
     open: impl FnOnce() -> F + Send + 'static,
 ) -> Result<(T, Ended), Error>
@@ -58,12 +59,11 @@ where
             match opened {
                 Ok((value, work)) => {
                     let driver = Arc::clone(&work.driver);
-                    if report.send(Ok(value)).is_err() {
-                        // Dropping the value ends the client.
-                    }
-                    let guard = FailOnDrop(driver);
+                    // If the caller has gone, dropping the value ends the client.
+                    let _ = report.send(Ok(value));
+                    let mut failing = FailOnDrop(Some(driver));
                     run(work).await;
-                    std::mem::forget(guard);
+                    failing.0 = None;
                 }
                 Err(error) => drop(report.send(Err(error))),
             }
@@ -91,11 +91,13 @@ fn thread_error(error: &std::io::Error) -> Error {
 }
 
 /// If the thread panics, no request is left without an answer.
-struct FailOnDrop(Arc<Driver>);
+struct FailOnDrop(Option<Arc<Driver>>);
 
 impl Drop for FailOnDrop {
     fn drop(&mut self) {
-        let _ = self.0.apply(|engine, _| engine.fail());
+        if let Some(driver) = &self.0 {
+            let _ = driver.apply(|engine, _| engine.fail());
+        }
     }
 }
 

@@ -26,7 +26,8 @@ pub(super) struct Acquire {
     is_counting: bool,
     before: i64,
     target: i64,
-    /// What to leave on the server should the outcome stay unknown: what is known to be held besides.
+    /// What to leave on the server should the outcome stay unknown: what is known to be held
+    /// besides.
     leave: i64,
     corrections: u8,
 }
@@ -265,7 +266,8 @@ impl Engine {
         let (mode, task, count) = (acquire.mode, acquire.task, acquire.target);
         let lease = self.lease_of(mode);
         let proof = sent + lease.provable();
-        // The record may have run out while the reply was under way: then the older guards are lost.
+        // The record may have run out while the reply was under way: then the older guards are
+        // lost.
         let live = self.live_tenure(now, entry);
         let tenure = live.unwrap_or_else(|| {
             let base = self.base_of(now, entry, count);

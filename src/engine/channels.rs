@@ -17,6 +17,8 @@ pub(super) struct Channel {
     locks: Vec<LockId>,
     /// Whether the server has confirmed the subscription.
     is_confirmed: bool,
+    /// Counts the messages, and the moments at which one may have been missed.
+    epoch: u64,
     /// When the subscription ends, if no request waits until then.
     idle_until: Option<Time>,
 }
@@ -45,9 +47,10 @@ impl Channel {
 impl Engine {
     /// A message on a channel.
     pub(crate) fn handle_message(&mut self, now: Time, channel: &[u8]) {
-        let Some(channel) = self.channels.get(channel) else {
+        let Some(channel) = self.channels.get_mut(channel) else {
             return;
         };
+        channel.epoch += 1;
         for lock in channel.locks.clone() {
             self.wake_lock(now, lock);
         }
@@ -62,6 +65,7 @@ impl Engine {
         match outcome {
             Subscription::Confirmed => {
                 channel.is_confirmed = true;
+                channel.epoch += 1;
                 for lock in channel.locks.clone() {
                     self.wake_lock(now, lock);
                 }
@@ -81,6 +85,7 @@ impl Engine {
         let mut locks = Vec::new();
         for channel in self.channels.values_mut() {
             channel.is_confirmed = false;
+            channel.epoch += 1;
             locks.extend(channel.locks.iter().copied());
         }
         self.look_within(now, locks, Duration::from_secs(1));
@@ -88,11 +93,11 @@ impl Engine {
 
     /// Messages may have been missed.
     pub(crate) fn handle_missed_messages(&mut self, now: Time) {
-        let locks: Vec<_> = self
-            .channels
-            .values()
-            .flat_map(|channel| channel.locks.iter().copied())
-            .collect();
+        let mut locks = Vec::new();
+        for channel in self.channels.values_mut() {
+            channel.epoch += 1;
+            locks.extend(channel.locks.iter().copied());
+        }
         // Spread, so that the attempts do not come at once.
         let spread = Duration::from_micros(100) * u32::try_from(locks.len()).unwrap_or(u32::MAX);
         self.look_within(now, locks, spread.min(Duration::from_secs(1)));
@@ -125,15 +130,17 @@ impl Engine {
                 let channel = Channel {
                     locks: vec![id],
                     is_confirmed: false,
+                    epoch: 0,
                     idle_until: None,
                 };
                 self.channels.insert(name.clone(), channel);
                 self.transmits.push_back(Transmit::Subscribe(name));
             }
         }
-        // With a subscription that was kept nothing else confirms that no message was missed.
-        let channel = &self.channels[&self.locks[id].keys.channel];
-        if channel.is_confirmed {
+        // With a subscription that was kept no confirmation follows: a message that came after the
+        // last attempt was sent is a reason for another one.
+        let seen = self.locks[id].seen;
+        if self.epoch_of(id).is_some_and(|epoch| seen != Some(epoch)) {
             self.locks[id].has_reason = true;
             self.timers.set(Timer::Lock(id), Time::default());
         }
@@ -195,6 +202,12 @@ impl Engine {
         if let Some(at) = next {
             self.timers.set(Timer::Channels, at);
         }
+    }
+
+    /// The messages so far on the lock's channel, while they are certain to arrive.
+    pub(super) fn epoch_of(&self, id: LockId) -> Option<u64> {
+        let channel = self.channels.get(&self.locks[id].keys.channel)?;
+        channel.is_confirmed.then_some(channel.epoch)
     }
 
     /// Whether messages for the lock are certain to arrive.

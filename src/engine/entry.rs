@@ -1,5 +1,5 @@
-//! An entry: a lock and an owner. Its operations run one after the other, because a script names the
-//! hold count that it expects.
+//! An entry: a lock and an owner. Its operations run one after the other, because a script names
+//! the hold count that it expects.
 
 use std::collections::VecDeque;
 
@@ -256,11 +256,11 @@ impl Engine {
         );
         entry.ops.pop_front();
         self.advance_entry(now, op.entry);
-        self.note_operation_ended(now);
+        self.note_operation_ended();
     }
 
     /// Takes out an operation that was not started.
-    pub(super) fn remove_op(&mut self, now: Time, id: OpId) {
+    pub(super) fn remove_op(&mut self, id: OpId) {
         let Some(op) = self.ops.remove(id) else {
             return;
         };
@@ -276,7 +276,7 @@ impl Engine {
             lock.has_reason = true;
         }
         self.remove_if_idle(op.entry);
-        self.note_operation_ended(now);
+        self.note_operation_ended();
     }
 
     /// The caller of an operation has gone.
@@ -286,7 +286,7 @@ impl Engine {
         };
         op.request = None;
         if !op.started {
-            self.remove_op(now, id);
+            self.remove_op(id);
         } else if matches!(op.action, Action::Acquire(_)) && self.timers.is_set(Timer::Op(id)) {
             // For a caller who has gone nothing more is begun.
             self.timers.clear(Timer::Op(id));

@@ -1,8 +1,8 @@
 //! The wait queue of a lock: the requests of this process in order, and one attempt in flight.
 //!
 //! A reason for an attempt (a message, a confirmed subscription, an expired lease) belongs to the
-//! lock, not to a request, so a request that is cancelled takes none with it. So does the attempt in
-//! flight: the next request waits for its outcome.
+//! lock, not to a request, so a request that is cancelled takes none with it. So does the attempt
+//! in flight: the next request waits for its outcome.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -45,6 +45,8 @@ pub(super) struct Lock {
     pub(super) tenures: Vec<TenureId>,
     /// Whether a request waits for messages.
     pub(super) listens: bool,
+    /// The messages on the channel when the last attempt was begun, if none could be missed.
+    pub(super) seen: Option<u64>,
     /// Whether the last offer was not claimed: then others may not be claimed either, and the next
     /// one waits a shorter time.
     pub(super) has_unclaimed: bool,
@@ -82,6 +84,7 @@ impl Lock {
             entries: 0,
             tenures: Vec::new(),
             listens: false,
+            seen: None,
             has_unclaimed: false,
         }
     }
@@ -164,7 +167,9 @@ impl Engine {
                 Ok(patience) => {
                     self.warn_of_long_wait(now, id, head);
                     let recheck_at = now + self.recheck_interval(id);
+                    let seen = self.epoch_of(id);
                     let lock = &mut self.locks[id];
+                    lock.seen = seen;
                     lock.has_reason = false;
                     lock.recheck_at = recheck_at;
                     lock.asked_at = now;
@@ -207,7 +212,8 @@ impl Engine {
         }
     }
 
-    /// The attempt in flight found the lock held by another owner, for so long if it is not renewed.
+    /// The attempt in flight found the lock held by another owner, for so long if it is not
+    /// renewed.
     pub(super) fn attempt_was_contended(
         &mut self,
         now: Time,
@@ -226,8 +232,8 @@ impl Engine {
         }
     }
 
-    /// The attempt in flight got no answer; perhaps the server said why. The next request has to ask
-    /// for itself.
+    /// The attempt in flight got no answer; perhaps the server said why. The next request has to
+    /// ask for itself.
     pub(super) fn attempt_was_silent(&mut self, now: Time, op: OpId, said: Option<String>) {
         let Some(operation) = self.ops.get(op) else {
             return;
@@ -294,8 +300,8 @@ impl Engine {
         })
     }
 
-    /// How long the head of a queue sleeps without a reason. With a confirmed subscription a message
-    /// comes, so it only looks for what messages do not tell.
+    /// How long the head of a queue sleeps without a reason. With a confirmed subscription a
+    /// message comes, so it only looks for what messages do not tell.
     fn recheck_interval(&mut self, id: LockId) -> Duration {
         const CONFIRMED: Duration = Duration::from_secs(30);
         const UNCONFIRMED: Duration = Duration::from_secs(1);

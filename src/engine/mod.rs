@@ -4,8 +4,8 @@
 //! an argument, random numbers come from a seed, and what is to be done is drained by the driver
 //! after each mutation. So a simulation can run whole clients under any order of events.
 //!
-//! An operation belongs to the engine, not to its caller. What a caller does (submit, cancel, drop a
-//! guard) is an event, like a reply or a message.
+//! An operation belongs to the engine, not to its caller. What a caller does (submit, cancel, drop
+//! a guard) is an event, like a reply or a message.
 //!
 //! | input | methods |
 //! |---|---|
@@ -20,8 +20,8 @@
 //! | [`poll_timeout`](Engine::poll_timeout) | when `handle_timeout` is due |
 //!
 //! The parts: a [`lock`] has a wait queue and one attempt in flight; an [`entry`] is a lock and an
-//! owner, with a queue of operations of which one runs; a [`tenure`] is one unbroken possession with
-//! its holds. A [`requests`] entry is what a caller waits for.
+//! owner, with a queue of operations of which one runs; a [`tenure`] is one unbroken possession
+//! with its holds. A [`requests`] entry is what a caller waits for.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -97,8 +97,8 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// How long a caller waits for the result of a release: the retry timeout, but at least the time
-    /// that one reply may take.
+    /// How long a caller waits for the result of a release: the retry timeout, but at least the
+    /// time that one reply may take.
     fn patience(&self) -> Duration {
         self.retry_timeout.max(self.command_timeout)
     }

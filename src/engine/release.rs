@@ -153,7 +153,7 @@ impl Engine {
         self.timers.set(Timer::Request(request), limit);
     }
 
-    /// The caller of a release has waited long enough. The release goes on without it.
+    /// The caller of a release has waited long enough. The release continues without it.
     pub(super) fn release_limit_reached(
         &mut self,
         id: RequestId,
@@ -215,8 +215,8 @@ impl Engine {
         if is_last {
             self.unlist_tenure(tenure_id);
         } else if let Some(lease) = stay {
-            // The script may shorten the expiry to what the remaining holds are entitled to, so from
-            // now on no more is proved.
+            // The script may shorten the expiry to what the remaining holds are entitled to, so
+            // from now on no more is proved.
             let tenure = &mut self.tenures[tenure_id];
             tenure.cell.lower(now + lease.provable());
             tenure.lowering += 1;
@@ -394,7 +394,8 @@ impl Engine {
         self.finish_op(now, id);
     }
 
-    /// Turns an operation with an unknown outcome into its settlement: the server is to be left with
+    /// Turns an operation with an unknown outcome into its settlement: the server is to be left
+    /// with
     /// `leave`, whatever a copy with that lease did.
     pub(super) fn begin_settlement(&mut self, now: Time, id: OpId, leave: i64, lease: LeaseTime) {
         let op = &mut self.ops[id];
@@ -549,6 +550,6 @@ impl Engine {
     }
 }
 
-/// How long the server may have a lease after it is over by our clock: its own began when the script
-/// arrived.
+/// How long the server may have a lease after it is over by our clock: its own began when the
+/// script arrived.
 pub(super) const LATER: Duration = Duration::from_secs(1);

@@ -346,7 +346,7 @@ impl Engine {
             let limit = request.patience.max(self.settings.command_timeout);
             let (entry, lock) = (request.entry, self.entries[request.entry].lock);
             let waited = self.timeout(self.lock_name(entry), Step::EarlierOperation, limit);
-            self.remove_op(now, op);
+            self.remove_op(op);
             self.complete_acquire(id, Outcome::Failed(waited));
             self.advance_lock(now, lock);
         }
@@ -360,9 +360,10 @@ impl Engine {
         let lock = self.entries[request.entry].lock;
         if self.locks[lock].is_known(request.answers) {
             self.complete_acquire(id, Outcome::Contended);
+            self.advance_lock(now, lock);
             return;
         }
-        // Nothing was heard of the server since it joined. What was asked last has the time of a
+        // The server has answered nothing since it joined. What was asked last has the time of a
         // reply.
         let asked = self.locks[lock].asked_at;
         let limit = *request.limit.get_or_insert_with(|| {

@@ -1,4 +1,4 @@
-//! The end of a client: waiters are told, holds are lost, operations run dry.
+//! The end of a client: requests fail, holds are lost, operations run dry.
 
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ impl Engine {
         match &mut self.closing {
             Some(closing) if !closing.is_over => {
                 closing.waiting.push(id);
-                self.note_operation_ended(now);
+                self.note_operation_ended();
             }
             _ => self.complete(id, Outcome::Done),
         }
@@ -40,7 +40,7 @@ impl Engine {
     /// Every handle of the client was dropped: what is pending is completed.
     pub(crate) fn abandon(&mut self, now: Time) {
         self.begin_closing(now, LostReason::Shutdown, Error::Closed);
-        self.note_operation_ended(now);
+        self.note_operation_ended();
     }
 
     fn begin_closing(&mut self, now: Time, reason: LostReason, error: Error) {
@@ -127,8 +127,7 @@ impl Engine {
     }
 
     /// Completes the shutdown if nothing is pending any more.
-    pub(super) fn note_operation_ended(&mut self, now: Time) {
-        let _ = now;
+    pub(super) fn note_operation_ended(&mut self) {
         let Some(closing) = &mut self.closing else {
             return;
         };
@@ -141,7 +140,7 @@ impl Engine {
     }
 
     /// Pending operations were waited for long enough.
-    pub(super) fn closing_limit_reached(&mut self, now: Time) {
+    pub(super) fn closing_limit_reached(&mut self) {
         let Some(closing) = &mut self.closing else {
             return;
         };
@@ -156,42 +155,23 @@ impl Engine {
             };
             self.complete(id, Outcome::Failed(error));
         }
-        self.end(now);
+        self.end();
     }
 
     /// Ends everything that is left: the link is about to be closed.
-    fn end(&mut self, now: Time) {
-        for (_, op) in self.ops.drain().collect::<Vec<_>>() {
-            let entry = op.entry;
-            if let Some(request) = op.request {
-                let outcome = Outcome::Failed(self.closed());
-                match self.requests.get(request) {
-                    Some(Request::Acquire(_)) => {
-                        self.timers.clear(Timer::Request(request));
-                        self.requests.remove(request);
-                        self.events.push_back(Event::Completed(request, outcome));
-                    }
-                    _ => self.complete(request, outcome),
-                }
-            }
-            if op.action.leaves_lease() {
-                self.stats.failed_releases += 1;
-                let subject = self.subject(entry);
-                self.notice(Notice::ReleaseNotSent(subject, LostReason::Shutdown));
-            }
+    fn end(&mut self) {
+        let failed: Vec<_> = self
+            .ops
+            .values()
+            .filter(|op| op.action.leaves_lease())
+            .map(|op| op.entry)
+            .collect();
+        for entry in failed {
+            self.stats.failed_releases += 1;
+            let subject = self.subject(entry);
+            self.notice(Notice::ReleaseNotSent(subject, LostReason::Shutdown));
         }
-        let requests: Vec<_> = self.requests.keys().collect();
-        for id in requests {
-            self.requests.remove(id);
-            let outcome = Outcome::Failed(self.closed());
-            self.events.push_back(Event::Completed(id, outcome));
-        }
-        let _ = now;
-        self.stats.requests_waiting = 0;
-        self.stats.locks_held = 0;
-        self.timers.clear_all();
-        self.schedule.clear();
-        self.calls.clear();
+        self.clear(LostReason::Shutdown, &Error::Closed);
     }
 
     /// Whether the client has ended: nothing is pending, and no guard is left whose hold would be
@@ -222,21 +202,27 @@ impl Engine {
             error: Error::ClientFailed,
         });
         self.transmits.clear();
+        self.clear(LostReason::ClientFailed, &Error::ClientFailed);
+    }
+
+    /// Ends each request, marks each tenure lost, and forgets everything.
+    fn clear(&mut self, reason: LostReason, error: &Error) {
+        for (_, tenure) in self.tenures.drain() {
+            // At the end of a shutdown those that are left are being released: nothing is lost.
+            let is_news = tenure.cell.lose(reason) == LostReason::ClientFailed;
+            self.stats.losses.client_failed += u64::from(is_news);
+            self.events.push_back(Event::Lost(tenure.cell));
+        }
+        for (id, _) in self.requests.drain() {
+            let outcome = Outcome::Failed(error.clone());
+            self.events.push_back(Event::Completed(id, outcome));
+        }
         self.ops.clear();
         self.holds.clear();
         self.calls.clear();
         self.channels.clear();
         self.timers.clear_all();
         self.schedule.clear();
-        for (_, tenure) in self.tenures.drain() {
-            let is_news = tenure.cell.lose(LostReason::ClientFailed) == LostReason::ClientFailed;
-            self.stats.losses.client_failed += u64::from(is_news);
-            self.events.push_back(Event::Lost(tenure.cell));
-        }
-        for (id, _) in self.requests.drain() {
-            let outcome = Outcome::Failed(Error::ClientFailed);
-            self.events.push_back(Event::Completed(id, outcome));
-        }
         self.locks.clear();
         self.lock_ids.clear();
         self.entries.clear();

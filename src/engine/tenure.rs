@@ -247,19 +247,19 @@ impl Engine {
                 .retain(|other| *other != hold);
             self.clean_up(now, record.tenure);
         }
-        self.note_operation_ended(now);
+        self.note_operation_ended();
     }
 
-    /// Has the background make sure that a lost tenure leaves nothing on the server, once its owners
-    /// had the time to stop.
+    /// Has the background make sure that a lost tenure leaves nothing on the server, once its
+    /// owners had the time to stop.
     pub(super) fn clean_up(&mut self, now: Time, id: TenureId) {
         let tenure = &self.tenures[id];
         let (entry, base, kind) = (tenure.entry, tenure.base, tenure.kind);
         let is_due = match tenure.cell.lost(now) {
             // The margin is its owners': they were notified, and may still be stopping.
             Some(LostReason::Expired) => tenure.holds.is_empty() || now >= tenure.ends,
-            // The code of other holds may still run. A force unlock may have failed after the owners
-            // were notified.
+            // The code of other holds may still run. A force unlock may have failed after the
+            // owners were notified.
             Some(LostReason::Shutdown | LostReason::ForceUnlocked | LostReason::ClientFailed) => {
                 tenure.holds.is_empty()
             }
@@ -297,7 +297,8 @@ impl Engine {
         self.remove_if_idle(entry);
     }
 
-    /// Remembers what a tenure may have left on the server, for an owner that others may be as well.
+    /// Remembers what a tenure may have left on the server, for an owner that others may be as
+    /// well.
     pub(super) fn leave_tenure_behind(&mut self, now: Time, id: TenureId) {
         let tenure = &self.tenures[id];
         let (entry, left) = (tenure.entry, tenure.left_behind(now));

@@ -92,7 +92,7 @@ impl Engine {
                 self.remove_if_idle(entry);
             }
             Timer::Channels => self.end_idle_subscriptions(now),
-            Timer::Closing => self.closing_limit_reached(now),
+            Timer::Closing => self.closing_limit_reached(),
         }
     }
 }

@@ -154,8 +154,8 @@ impl Settings {
         }
     }
 
-    /// A client with these settings, not connected yet. It connects once: calls of an old connection
-    /// have to be fenced before the first call on a new one.
+    /// A client with these settings, not connected yet. It connects once: calls of an old
+    /// connection have to be fenced before the first call on a new one.
     pub(super) fn client(&self) -> fred::clients::Client {
         let config = Config {
             fail_fast: true,

@@ -22,8 +22,8 @@ use crate::owner::{Owner, OwnerExt, TaskKey, WithOwner};
 /// One hold of a lock, as a value. Dropping it releases the hold in the background;
 /// [`unlock`](Self::unlock) waits for the server's confirmation.
 ///
-/// The background is a thread of the client. A guard that is dropped when the process ends leaves the
-/// lock held until its lease expires: call
+/// The background is a thread of the client. A guard that is dropped when the process ends leaves
+/// the lock held until its lease expires: call
 /// [`LockClient::shutdown`](crate::LockClient::shutdown) at the end of `main`, on error paths too.
 ///
 /// A guard does not stop code whose lock is lost: [`run`](Self::run) does, and
@@ -173,8 +173,6 @@ impl LockGuard {
     ///   lock: the lease was valid when `unlock` was called.
     /// * [`Error::Connection`], [`Error::Server`]: the server cannot be reached, or refused the
     ///   release. The lock stays held until its lease expires.
-    /// * [`Error::ClientFailed`]: the client has failed. The lock stays held until its lease
-    ///   expires.
     ///
     /// # Cancel safety
     /// Dropping it leaves the release to the background, as dropping the guard does.
@@ -190,6 +188,11 @@ impl LockGuard {
             |engine: &mut crate::engine::Engine, now| engine.release(now, hold, is_reported);
         match self.client.driver.submit(begin).outcome().await {
             Outcome::Done => Ok(()),
+            // The client has ended, and with it the lock was lost.
+            Outcome::Failed(Error::Closed | Error::ClientFailed) => Err(Error::Lost {
+                lock: self.keys.display(),
+                reason: self.loss().unwrap_or(LostReason::Shutdown),
+            }),
             outcome => Err(failed(outcome)),
         }
     }
@@ -242,7 +245,7 @@ impl LockGuard {
             Err(error @ Error::Lost { .. }) => Err(error),
             Err(error) => {
                 if !matches!(error, Error::OutcomeUnknown { .. }) {
-                    // Nobody else is told of it.
+                    // Only the counter reports it.
                     let _ = client
                         .driver
                         .apply(|engine, _| engine.count_failed_release());

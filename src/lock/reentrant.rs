@@ -144,10 +144,9 @@ impl ReentrantLock {
     /// # Ok(()) }
     /// ```
     ///
-    /// A request that was polled and is kept without being polled leaves its place to the next one
-    /// after two re-check intervals. If the server grants it the lock meanwhile, the client
-    /// releases the lock, and the request asks again when it is polled again. Drop such a request
-    /// instead.
+    /// A request that was polled and is kept without being polled loses what it is granted after
+    /// half a second: the client releases the lock, and the request asks again when it is polled
+    /// again. Drop such a request instead.
     ///
     /// A task that waits for a lock that it holds itself, under another owner, is reported at once
     /// (see [`DeadlockDetection`](crate::DeadlockDetection)).
@@ -164,7 +163,7 @@ impl ReentrantLock {
     /// * [`Error::Server`]: the server refused, for example because the key holds another type.
     /// * [`Error::Timeout`]: an earlier operation of the same owner on this lock still has no
     ///   reply.
-    /// * [`Error::Lost`]: the grant arrived after its lease had expired.
+    /// * [`Error::Lost`]: the lock was lost before the caller had the guard.
     /// * [`Error::Closed`], [`Error::ClientFailed`]: the client was shut down, or has failed.
     ///
     /// # Cancel safety
@@ -380,9 +379,10 @@ impl ReentrantLock {
     /// For operators. An owner of this client is notified at once, another one with its next
     /// renewal.
     ///
-    /// It reads which owner holds the lock and frees that owner's tenure, so a call that is sent
-    /// twice because a reply was lost frees no other owner's. Only if another owner holds the lock
-    /// at each inspection, it frees the lock whatever its owner, with a call that is sent once.
+    /// It reads which owner holds the lock and frees that owner's tenure. For an owner of this
+    /// client the call is repeated if a reply is lost; for another one it is sent once, since a
+    /// repetition could free the owner's next tenure. If another owner holds the lock at each
+    /// inspection, it frees the lock whatever its owner, with a call that is sent once.
     ///
     /// ```no_run
     /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
