@@ -15,7 +15,8 @@ pub mod literal {
     use super::*;
 
     pub async fn place_order(redisson: &LockClient, id: u64) -> Result<u64, Error> {
-        let lock = redisson.lock(format!("order:{id}")); // RLock lock = redisson.getLock("order:" + id);
+        // RLock lock = redisson.getLock("order:" + id);
+        let lock = redisson.lock(format!("order:{id}"));
         let _owner = lock.lock().await?.detach(); //        lock.lock();
         let placed = reserve(redisson, id).await; //        try { placed = reserve(id); }
         let unlocked = lock.unlock().await; //              finally { lock.unlock(); }

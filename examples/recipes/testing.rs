@@ -42,8 +42,7 @@ impl TestServer {
         }
     }
 
-    /// A client of this test's own: `#[tokio::test]` makes a runtime for each test, and a client
-    /// ends with the runtime in which it was connected.
+    /// A client of this test's own.
     async fn client(&self) -> LockClient {
         LockClient::builder()
             .connect_retry(Duration::from_secs(10)) // the private server may still be starting

@@ -454,9 +454,17 @@ pub fn stalls(history: &History) -> Vec<Fault> {
 }
 
 impl Attempt {
+    /// A claim counts no further than the hold's own lease: what other holds of the owner add to it
+    /// may end with their releases.
     fn claim(&mut self, at: Nanos, remaining: Nanos) {
-        self.sure_until = self.sure_until.max(at + remaining);
-        self.claims.push((at, at + remaining));
+        let from = if self.renewed {
+            at
+        } else {
+            self.granted.unwrap_or(at)
+        };
+        let until = (at + remaining).min(from + self.lease);
+        self.sure_until = self.sure_until.max(until);
+        self.claims.push((at, until));
     }
 
     fn take(&mut self, at: Nanos, event: &Event) {

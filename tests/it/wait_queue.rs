@@ -442,7 +442,7 @@ async fn timeout_during_attempt_of_head_is_acquire_timeout() {
     let proxy = Proxy::start(&server).await;
     let timeout = ms(1_000);
     let client = LockClient::builder()
-        .command_timeout(timeout)
+        .command_timeout(ms(8_000))
         .recheck_interval(ms(60_000))
         .connect(&proxy.url())
         .await

@@ -60,8 +60,9 @@ struct Tenure {
     holds: Vec<(usize, bool)>,
     /// The hold count before the first acquisition: holds that were handed over.
     base: u64,
-    /// The leases of all its holds, released ones included.
-    leases: Vec<Duration>,
+    /// What each of its holds is entitled to: a renewed lease (`None`), or one of its own that ends
+    /// then.
+    leases: HashMap<usize, Option<Span>>,
     lost: Option<LostReason>,
 }
 
@@ -158,6 +159,7 @@ impl Model {
         lease: Option<Duration>,
         ran: Span,
     ) -> Option<Hold> {
+        let own = lease.map(|lease| ran.plus(lease, lease));
         let lease = lease.unwrap_or(WATCHDOG);
         let live = self
             .latest
@@ -191,7 +193,7 @@ impl Model {
         let id = self.ids;
         self.ids += 1;
         self.tenures[tenure].holds.push((id, true));
-        self.tenures[tenure].leases.push(lease);
+        self.tenures[tenure].leases.insert(id, own);
         Some(Hold { tenure, id })
     }
 
@@ -215,7 +217,7 @@ impl Model {
             lock,
             holds: vec![],
             base,
-            leases: vec![],
+            leases: HashMap::new(),
             lost: None,
         });
         let begun = self.tenures.len() - 1;
@@ -243,16 +245,14 @@ impl Model {
             self.locks[entry.1] = None;
         } else {
             held.count = leave;
-            // The release restores the lease of one of the remaining holds, and shortens none.
-            let least = tenure.leases.iter().min().copied().unwrap_or(WATCHDOG);
-            let most = tenure
-                .leases
-                .iter()
-                .max()
-                .copied()
-                .unwrap_or(WATCHDOG)
-                .max(WATCHDOG);
-            held.expires = held.expires.max(ran.plus(least.min(WATCHDOG), most));
+            // The release sets the expiry to what the remaining holds are entitled to. Of holds
+            // that were handed over nothing is known.
+            let leases = tenure.holds.iter().map(|(id, _)| tenure.leases[id]);
+            let entitled = leases.map(|own| own.unwrap_or(ran.plus(WATCHDOG, WATCHDOG)));
+            match entitled.reduce(Span::max) {
+                Some(entitled) if tenure.base == 0 => held.expires = entitled,
+                _ => {}
+            }
         }
         if tenure.holds.is_empty() {
             self.latest.remove(&entry);
@@ -302,7 +302,7 @@ impl Model {
 
     fn unlock_latest(&mut self, owner: usize, lock: usize, ran: Span) -> Unlocked {
         let Some(&latest) = self.latest.get(&(owner, lock)) else {
-            return self.unlock_unrecorded(owner, lock, ran);
+            return self.unlock_unrecorded(owner, lock);
         };
         let tenure = &self.tenures[latest];
         if let Some((id, _)) = tenure.holds.iter().rev().find(|(_, guarded)| !guarded) {
@@ -319,14 +319,14 @@ impl Model {
             .iter()
             .filter(|other| (other.owner, other.lock) == (owner, lock));
         match tenure.lost {
-            _ if tenure.base > 0 => self.unlock_unrecorded(owner, lock, ran),
+            _ if tenure.base > 0 => self.unlock_unrecorded(owner, lock),
             Some(reason) if entry.any(|other| !other.holds.is_empty()) => Unlocked::Lost(reason),
             Some(_) => Unlocked::NotHeldOrLost,
             None => Unlocked::NotHeld,
         }
     }
 
-    fn unlock_unrecorded(&mut self, owner: usize, lock: usize, ran: Span) -> Unlocked {
+    fn unlock_unrecorded(&mut self, owner: usize, lock: usize) -> Unlocked {
         let live = self
             .latest
             .get(&(owner, lock))
@@ -341,7 +341,6 @@ impl Model {
         }
         if let Some(held) = &mut self.locks[lock] {
             held.count -= 1;
-            held.expires = held.expires.max(ran.plus(WATCHDOG, WATCHDOG));
             if held.count == 0 {
                 self.locks[lock] = None;
             }

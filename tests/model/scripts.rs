@@ -121,7 +121,9 @@ fn apply(state: &mut State, step: &Step, ran: (i64, i64)) -> Answer {
         (Step::Release { leave, .. }, Some((_, count, _))) if leave > count => is(2, count),
         (Step::Release { lease, leave, .. }, Some((_, count, expires))) => {
             *count = *leave;
-            *expires = longer(*expires, *lease);
+            if *lease > 0 {
+                *expires = (ran.0 + lease, ran.1 + lease);
+            }
             is(0, leave)
         }
         (Step::Renew { owner, lease }, Some((other, _, expires))) if owner == other => {

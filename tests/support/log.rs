@@ -15,8 +15,8 @@ use tracing_subscriber::Registry;
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::registry::LookupSpan;
 
-/// The events and spans of the thread that made it, for as long as it lives, and of each client that
-/// this thread connects meanwhile. Tests that use it run on one thread.
+/// The events and spans of the thread that made it, for as long as it lives, and of each client
+/// that this thread connects meanwhile. Tests that use it run on one thread.
 pub struct Log {
     lines: Arc<Mutex<Vec<Line>>>,
     _default: DefaultGuard,
