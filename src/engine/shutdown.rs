@@ -183,6 +183,13 @@ impl Engine {
         if !closing.is_over || !self.ops.is_empty() {
             return false;
         }
+        // A question whose call is in flight ends with the reply, or at the limit: without the link
+        // its caller would wait for ever.
+        let is_question =
+            |request: &Request| matches!(request, Request::Query(_) | Request::Force(_));
+        if self.requests.values().any(is_question) {
+            return false;
+        }
         // Past the limit nothing is waited for.
         !self.timers.is_set(Timer::Closing)
             || !self

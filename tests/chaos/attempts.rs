@@ -16,6 +16,9 @@ pub const SETTLED: Nanos = 1_000 * MS;
 /// How long a process may take, after a stop, to write down what happened before the stop.
 const WRITTEN: Nanos = 1_000 * MS;
 
+/// How long the release of a grant may take whose caller has gone.
+const SETTLEMENT: Nanos = 20_000 * MS;
+
 /// How long the server may answer no look until that counts as a fault.
 const STALL: Nanos = 300 * MS;
 
@@ -156,6 +159,23 @@ impl<'a> Analysis<'a> {
         {
             if let Some(place) = places.get(&(*process, *attempt)) {
                 attempts[*place].take(*at, event);
+            }
+        }
+        for same in of_owner.values() {
+            for other in same {
+                let Attempt {
+                    invoked,
+                    releasing,
+                    ended,
+                    ..
+                } = attempts[*other];
+                let until = ended.map_or(Nanos::MAX, |(at, _)| at.saturating_add(SETTLEMENT));
+                for own in same.iter().filter(|own| *own != other) {
+                    if !attempts[*own].claims.is_empty() && (releasing.is_some() || ended.is_some())
+                    {
+                        attempts[*own].lower_claims((invoked, until), releasing);
+                    }
+                }
             }
         }
         let killed = history.killed.iter().copied().collect();
@@ -454,17 +474,33 @@ pub fn stalls(history: &History) -> Vec<Fault> {
 }
 
 impl Attempt {
-    /// A claim counts no further than the hold's own lease: what other holds of the owner add to it
-    /// may end with their releases.
     fn claim(&mut self, at: Nanos, remaining: Nanos) {
-        let from = if self.renewed {
-            at
-        } else {
-            self.granted.unwrap_or(at)
-        };
-        let until = (at + remaining).min(from + self.lease);
-        self.sure_until = self.sure_until.max(until);
-        self.claims.push((at, until));
+        self.sure_until = self.sure_until.max(at + remaining);
+        self.claims.push((at, at + remaining));
+    }
+
+    /// Takes in that another hold of the owner, from then until then, may have added to its claims:
+    /// what that hold added ends with its release, which may follow at any time.
+    fn lower_claims(&mut self, added: (Nanos, Nanos), released: Option<Nanos>) {
+        for (at, until) in &mut self.claims {
+            match released {
+                Some(released) if (added.0..released).contains(at) => {
+                    *until = (*until).min(released);
+                }
+                // Its release is in no line: the claim counts no further than the own lease.
+                None if (added.0..added.1).contains(at) => {
+                    let from = if self.renewed { *at } else { self.invoked };
+                    *until = (*until).min((from + self.lease).max(*at));
+                }
+                _ => {}
+            }
+        }
+        self.sure_until = self
+            .claims
+            .iter()
+            .map(|(_, until)| *until)
+            .max()
+            .unwrap_or(0);
     }
 
     fn take(&mut self, at: Nanos, event: &Event) {
