@@ -251,7 +251,8 @@ impl LockClientBuilder {
 
     /// How long a waiter sleeps at most before it makes another attempt, should a wake-up be lost.
     /// 10 ms to 1 h. Default: 1 s while the subscription to the lock's channel is not confirmed, 15
-    /// to 30 s while it is, and in any case when the lease of the present owner ends.
+    /// to 30 s while it is (longer while this process waits for more than 2000 locks), and in any
+    /// case when the lease of the present owner ends.
     ///
     /// It costs one attempt per interval for each lock that is waited for in this process, however
     /// many requests wait for it.

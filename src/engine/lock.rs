@@ -300,16 +300,23 @@ impl Engine {
         })
     }
 
-    /// How long the head of a queue sleeps without a reason. With a confirmed subscription a
-    /// message comes, so it only looks for what messages do not tell.
+    /// How long the head of a queue sleeps without a reason. With a confirmed subscription a message
+    /// comes, so it only looks for what messages do not tell: the more rarely, the more locks are
+    /// waited for, so that all of them together do not keep the server busy.
     fn recheck_interval(&mut self, id: LockId) -> Duration {
         const CONFIRMED: Duration = Duration::from_secs(30);
         const UNCONFIRMED: Duration = Duration::from_secs(1);
+        /// So long for each lock that is waited for: from 2000 on it counts.
+        const EACH: Duration = Duration::from_millis(15);
         let confirmed = self.is_confirmed(id);
+        let all = EACH * u32::try_from(self.channels.len()).unwrap_or(u32::MAX);
         match self.settings.recheck {
             // Spread, so that the re-checks of many processes do not come at once.
             Some(interval) => interval.mul_f64(self.rng.random_range(0.8..1.0)),
-            None if confirmed => CONFIRMED.mul_f64(self.rng.random_range(0.5..1.0)),
+            None if confirmed => {
+                let interval = CONFIRMED.max(all);
+                interval.mul_f64(self.rng.random_range(0.5..1.0))
+            }
             None => UNCONFIRMED.mul_f64(self.rng.random_range(0.8..1.0)),
         }
     }

@@ -184,17 +184,15 @@ async fn ten_thousand_idle_waited_for_locks_cost_few_script_calls() {
             channels(&mut redis) == waiters.len()
         });
     }
-    // Each confirmation is followed by one attempt.
-    let mut last = 0;
-    wait_until("the attempts are made", SOON, || {
-        let now = scripts(&mut redis);
-        std::thread::sleep(ms(300));
-        std::mem::replace(&mut last, now) == now
-    });
-    let before = scripts(&mut redis);
-    sleep(ms(3_000)).await;
-    let calls = scripts(&mut redis) - before;
-    assert!(calls <= 400, "{calls} script calls in 3 s");
+    // Each confirmation is followed by one attempt, and those that were subscribed while there were
+    // few look once more: then it is quiet.
+    let mut calls = Vec::new();
+    while calls.last().is_none_or(|calls| *calls > 400) {
+        assert!(calls.len() < 20, "script calls in 3 s each: {calls:?}");
+        let before = scripts(&mut redis);
+        sleep(ms(3_000)).await;
+        calls.push(scripts(&mut redis) - before);
+    }
     // They are no less awake for it.
     drop(guards);
     for waiter in waiters {
