@@ -442,7 +442,8 @@ async fn timeout_during_attempt_of_head_is_acquire_timeout() {
     let proxy = Proxy::start(&server).await;
     let timeout = ms(1_000);
     let client = LockClient::builder()
-        .command_timeout(ms(8_000))
+        // A chunk behind another one is delayed twice.
+        .command_timeout(2 * timeout)
         .recheck_interval(ms(60_000))
         .connect(&proxy.url())
         .await
