@@ -196,7 +196,7 @@ async fn ten_thousand_idle_waited_for_locks_cost_few_script_calls() {
     // They are no less awake for it.
     drop(guards);
     for waiter in waiters {
-        let granted = timeout(SOON, waiter).await;
+        let granted = timeout(6 * SOON, waiter).await;
         drop(granted.expect("a grant").unwrap().unwrap());
     }
 }
