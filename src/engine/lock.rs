@@ -300,9 +300,9 @@ impl Engine {
         })
     }
 
-    /// How long the head of a queue sleeps without a reason. With a confirmed subscription a message
-    /// comes, so it only looks for what messages do not tell: the more rarely, the more locks are
-    /// waited for, so that all of them together do not keep the server busy.
+    /// How long the head of a queue sleeps without a reason. With a confirmed subscription a
+    /// message comes, so it only looks for what messages do not tell: the more rarely, the more
+    /// locks are waited for, so that all of them together do not keep the server busy.
     fn recheck_interval(&mut self, id: LockId) -> Duration {
         const CONFIRMED: Duration = Duration::from_secs(30);
         const UNCONFIRMED: Duration = Duration::from_secs(1);

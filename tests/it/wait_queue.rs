@@ -443,7 +443,7 @@ async fn timeout_during_attempt_of_head_is_acquire_timeout() {
     let timeout = ms(1_000);
     let client = LockClient::builder()
         // A chunk behind another one is delayed twice.
-        .command_timeout(2 * timeout)
+        .command_timeout(8 * timeout)
         .recheck_interval(ms(60_000))
         .connect(&proxy.url())
         .await
