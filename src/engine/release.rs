@@ -540,7 +540,9 @@ impl Engine {
             self.end_lost_hold(now, hold);
             return Some(error);
         }
-        let latest = *self.entries[entry].lost.last()?;
+        // A tenure that is not lost is the latest: its guards are not concerned.
+        let lost = &self.entries[entry];
+        let latest = *lost.lost.last().filter(|_| lost.tenure.is_none())?;
         let holds = self.tenures[latest].holds.iter();
         let is_guarded = holds
             .map(|hold| &self.holds[*hold])

@@ -166,8 +166,12 @@ async fn ten_thousand_idle_waited_for_locks_cost_few_script_calls() {
     const LOCKS: usize = 10_000;
     let server = Server::start();
     let mut redis = server.connection();
-    let owner = LockClient::connect(&server.url()).await.unwrap();
-    let client = LockClient::connect(&server.url()).await.unwrap();
+    let patient = || {
+        let builder = LockClient::builder().watchdog_timeout(Duration::from_secs(120));
+        builder.command_timeout(Duration::from_secs(30))
+    };
+    let owner = patient().connect(&server.url()).await.unwrap();
+    let client = patient().connect(&server.url()).await.unwrap();
     let lease = Duration::from_secs(3600);
     let (mut guards, mut waiters) = (Vec::new(), Vec::new());
     // Some at a time: a busy machine answers as many within the command timeout.
