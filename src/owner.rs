@@ -200,6 +200,15 @@ impl Owner {
         future.with_owner(Self::new())
     }
 
+    /// A private owner with this thread id, so that a simulation can be repeated.
+    #[cfg(test)]
+    pub(crate) fn numbered(thread_id: i64) -> Self {
+        Self {
+            thread_id,
+            private: true,
+        }
+    }
+
     /// Whether this process knows every lock that is held under this owner.
     pub(crate) fn is_private(self) -> bool {
         self.private

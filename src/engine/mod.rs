@@ -52,6 +52,8 @@ mod release;
 mod renewal;
 mod requests;
 mod shutdown;
+#[cfg(test)]
+mod sim;
 mod tenure;
 mod timers;
 

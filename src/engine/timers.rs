@@ -57,6 +57,12 @@ impl Timers {
         self.set.contains_key(&timer)
     }
 
+    /// When the timer is due.
+    #[cfg(test)]
+    pub(super) fn when(&self, timer: Timer) -> Option<Time> {
+        self.set.get(&timer).copied()
+    }
+
     pub(super) fn first(&self) -> Option<Time> {
         self.queue.first().map(|(at, _)| *at)
     }

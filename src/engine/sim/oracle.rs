@@ -1,0 +1,347 @@
+//! Looks at the world after each step, and says what must not be.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+
+use super::super::HoldId;
+use super::callers::State;
+use super::world::World;
+use crate::keys::Keys;
+use crate::lease_cell::LeaseCell;
+use crate::owner::{Owner, thread_of};
+use crate::script::catalog::{ACQUIRE, FORCE_UNLOCK, RELEASE};
+use crate::time::Time;
+use crate::wire::Call;
+
+/// A hold from its claim until its release begins. Its owner is sure of it while it is not lost.
+#[derive(Debug)]
+pub(super) struct Sure {
+    pub(super) client: usize,
+    pub(super) lock: usize,
+    pub(super) owner: Owner,
+    pub(super) field: Bytes,
+    pub(super) hold: HoldId,
+    pub(super) cell: Arc<LeaseCell>,
+    /// The run of the script that granted it.
+    pub(super) run: u64,
+    pub(super) is_detached: bool,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Oracle {
+    pub(super) sure: Vec<Sure>,
+    /// The last run that took a lock from an owner by force, by the name and the owner.
+    taken: BTreeMap<(Bytes, Bytes), u64>,
+    /// The runs that granted.
+    granted: BTreeMap<u64, (Bytes, Bytes)>,
+    /// Where a client may have left something until the lease ends.
+    left: BTreeSet<(usize, Bytes)>,
+    /// Since when a lock is free whose release was published.
+    freed: BTreeMap<Bytes, Time>,
+}
+
+impl Oracle {
+    /// The release of a hold begins.
+    pub(super) fn end(&mut self, client: usize, hold: HoldId) {
+        self.sure
+            .retain(|sure| sure.client != client || sure.hold != hold);
+    }
+
+    pub(super) fn detach(&mut self, client: usize, hold: HoldId) {
+        for sure in &mut self.sure {
+            if sure.client == client && sure.hold == hold {
+                sure.is_detached = true;
+            }
+        }
+    }
+
+    /// A detached hold is unlocked, one that is not lost if there is one.
+    pub(super) fn unlock(&mut self, now: Time, client: usize, lock: usize, owner: Owner) {
+        let is_one = |sure: &Sure| {
+            sure.is_detached && sure.client == client && sure.lock == lock && sure.owner == owner
+        };
+        let at = self
+            .sure
+            .iter()
+            .position(|sure| is_one(sure) && sure.is_sure(now))
+            .or_else(|| self.sure.iter().position(is_one));
+        if let Some(at) = at {
+            self.sure.remove(at);
+        }
+    }
+
+    pub(super) fn forget_client(&mut self, client: usize) {
+        self.sure.retain(|sure| sure.client != client);
+    }
+
+    pub(super) fn is_explained(&self, run: u64, name: &Bytes, field: &Bytes) -> bool {
+        self.granted
+            .get(&run)
+            .is_some_and(|(granted, to)| granted == name && to == field)
+    }
+
+    pub(super) fn leave(&mut self, client: usize, name: Bytes) {
+        self.left.insert((client, name));
+    }
+
+    pub(super) fn published(&mut self, now: Time, channel: &Bytes, locks: &[Keys]) {
+        for keys in locks.iter().filter(|keys| keys.channel == *channel) {
+            self.freed.insert(keys.name.clone(), now);
+        }
+    }
+
+    fn was_taken(&self, name: &Bytes, field: &Bytes, run: u64) -> bool {
+        self.taken
+            .get(&(name.clone(), field.clone()))
+            .is_some_and(|taken| *taken > run)
+    }
+}
+
+impl Sure {
+    fn is_sure(&self, now: Time) -> bool {
+        self.cell.proved_until().is_some_and(|until| now < until)
+    }
+}
+
+impl World {
+    /// Takes in what a command did: `before` has the owners before it. Without a call another
+    /// program changed the keys.
+    pub(super) fn ran(
+        &mut self,
+        call: Option<(usize, &Call)>,
+        before: Vec<(Bytes, Option<Bytes>)>,
+        run: u64,
+    ) {
+        let is = |script: &'static crate::script::Script| {
+            call.is_some_and(|(_, call)| call.script == script.source())
+        };
+        let is_release = is(&RELEASE);
+        self.touched = u32::MAX;
+        for (at, (name, owner)) in before.into_iter().enumerate() {
+            let after = self.database.owner(&name).map(|(field, _)| field.clone());
+            if let Some(field) = owner.filter(|owner| after.as_ref() != Some(owner)) {
+                // A client loses its own holds before it frees its own owner by force, unless it
+                // frees any owner. Two clients with one id do not know the owners of each other.
+                let is_own = call.is_some_and(|(client, call)| {
+                    is(&FORCE_UNLOCK)
+                        && !(self.plan.is_adopted && client < 2)
+                        && !call.args[2 * at].is_empty()
+                        && thread_of(&field, self.clients[client].id).is_some()
+                });
+                if !is_release && !is_own && self.plan.has_excuses {
+                    self.oracle.taken.insert((name.clone(), field), run);
+                }
+            }
+            if is(&ACQUIRE) {
+                if let (Some(field), Some((_, call))) = (&after, call) {
+                    if *field == call.args[4 * at] {
+                        self.oracle
+                            .granted
+                            .insert(run, (name.clone(), field.clone()));
+                    }
+                }
+            }
+            if self.database.keys.contains_key(&name) {
+                self.oracle.freed.remove(&name);
+            }
+        }
+    }
+
+    /// The same for a command that takes nothing from others.
+    pub(super) fn changed(&mut self, name: &Bytes) {
+        if self.database.keys.contains_key(name) {
+            self.oracle.freed.remove(name);
+        }
+    }
+
+    /// What must hold after each step.
+    pub(super) fn check(&mut self) {
+        if self.violation.is_some() {
+            return;
+        }
+        if let Some(problem) = self.find_problem() {
+            self.fail(problem);
+        }
+        self.touched = 0;
+    }
+
+    fn find_problem(&self) -> Option<String> {
+        self.check_owners().or_else(|| {
+            (0..self.clients.len())
+                .filter(|client| {
+                    self.touched & (1 << client) != 0 && self.clients[*client].is_running()
+                })
+                .find_map(|client| self.check_client(client))
+        })
+    }
+
+    /// No owner is sure of a lock that the server does not have for it.
+    fn check_owners(&self) -> Option<String> {
+        let now = self.now;
+        for (at, sure) in self.oracle.sure.iter().enumerate() {
+            if !sure.is_sure(now) {
+                continue;
+            }
+            let name = &self.locks[sure.lock].name;
+            if self.oracle.was_taken(name, &sure.field, sure.run) {
+                continue;
+            }
+            let same = self.oracle.sure[..=at].iter().filter(|other| {
+                other.lock == sure.lock
+                    && other.field == sure.field
+                    && other.is_sure(now)
+                    && !self.oracle.was_taken(name, &other.field, other.run)
+            });
+            let holds = same.count() as i64;
+            let owner = self.database.owner(name);
+            let count = owner.filter(|(field, _)| **field == sure.field);
+            if count.is_none_or(|(_, count)| count < holds) {
+                return Some(format!(
+                    "client {} is sure of {holds} holds of {:?}, the server has {owner:?}: {sure:?}",
+                    sure.client, sure.field
+                ));
+            }
+            let rival = self.oracle.sure[..at].iter().find(|other| {
+                other.lock == sure.lock
+                    && other.field != sure.field
+                    && other.is_sure(now)
+                    && !self.oracle.was_taken(name, &other.field, other.run)
+            });
+            if let Some(rival) = rival {
+                return Some(format!("two owners are sure: {sure:?} and {rival:?}"));
+            }
+        }
+        for (actor, foreign) in self.foreign.iter().enumerate() {
+            if foreign.holds == 0 || now >= foreign.proved_until {
+                continue;
+            }
+            let name = &self.locks[foreign.lock].name;
+            if self.oracle.was_taken(name, &foreign.field, foreign.run) {
+                continue;
+            }
+            let owner = self.database.owner(name);
+            let count = owner.filter(|(field, _)| **field == foreign.field);
+            if count.is_none_or(|(_, count)| count < foreign.holds) {
+                return Some(format!(
+                    "the lock of Redisson {actor} was taken, the server has {owner:?}"
+                ));
+            }
+        }
+        None
+    }
+
+    fn check_client(&self, client: usize) -> Option<String> {
+        let record = &self.clients[client];
+        let engine = &record.engine;
+        let problem = engine.inconsistency(|request| {
+            record
+                .tracked
+                .get(&request)
+                .is_some_and(|tracked| tracked.state == State::Unclaimed)
+        });
+        if problem.is_some() {
+            return problem.map(|problem| format!("client {client}: {problem}"));
+        }
+        for queue in engine.queues() {
+            if queue.has_attempt {
+                continue;
+            }
+            let bound = match self.plan.recheck {
+                Some(recheck) => recheck,
+                None if queue.is_confirmed => Duration::from_secs(30),
+                None => Duration::from_secs(1),
+            };
+            if queue.look_at.is_none_or(|at| at > self.now + bound) {
+                return Some(format!(
+                    "client {client}: a waiter sleeps too long: {queue:?}"
+                ));
+            }
+            let messages = &record.link.messages;
+            let channel = self.locks.iter().find(|keys| keys.name == queue.name);
+            let since = channel.and_then(|keys| messages.at_server.get(&keys.channel));
+            if let (Some(since), Some(freed)) = (since, self.oracle.freed.get(&queue.name)) {
+                let is_awake = queue.look_at.is_some_and(|at| at <= self.now);
+                if queue.is_confirmed
+                    && since < freed
+                    && messages.trusted_since < *freed
+                    && messages.pending == 0
+                    && !is_awake
+                    && !self.database.keys.contains_key(&queue.name)
+                {
+                    return Some(format!(
+                        "client {client}: a wake-up was lost, the lock is free since {freed:?}: \
+                         {queue:?}"
+                    ));
+                }
+            }
+        }
+        if record.link.requests > 0 {
+            return None;
+        }
+        for held in engine.recorded(self.now) {
+            let key = (held.name, held.field);
+            let is_left = self.oracle.left.contains(&(client, key.0.clone()));
+            if is_left || self.oracle.taken.contains_key(&key) {
+                continue;
+            }
+            let owner = self.database.owner(&key.0);
+            if owner != Some((&key.1, held.count)) {
+                return Some(format!(
+                    "client {client} has the count {} of {:?}, the server {owner:?}",
+                    held.count, key.1
+                ));
+            }
+        }
+        if record.is_open() && !self.plan.is_adopted {
+            for (keys, name) in self.locks.iter().map(|keys| (keys, &keys.name)) {
+                let Some((field, _)) = self.database.owner(name) else {
+                    continue;
+                };
+                let Some(thread) = thread_of(field, record.id) else {
+                    continue;
+                };
+                let is_left = self.oracle.left.contains(&(client, name.clone()));
+                let owner = Owner::from_thread_id(thread).unwrap();
+                if !is_left && !engine.has_entry(keys, owner) {
+                    return Some(format!(
+                        "client {client} left {field:?} on the server, and does not know it"
+                    ));
+                }
+            }
+        }
+        None
+    }
+
+    /// What must hold long after everything has stopped.
+    pub(super) fn check_rest(&mut self) {
+        self.touched = u32::MAX;
+        self.check();
+        if !self.database.keys.is_empty() {
+            self.fail(format!("keys are left: {:?}", self.database.keys));
+        }
+        for client in 0..self.clients.len() {
+            let record = &self.clients[client];
+            let problem = if record.is_killed {
+                None
+            } else if record.is_closing {
+                (!record.has_ended).then(|| "the client does not end".to_owned())
+            } else if !record.engine.is_empty() {
+                Some(format!("something is left: {}", record.engine.remains()))
+            } else if record.engine.has_timers() {
+                Some("a timer is left".to_owned())
+            } else if !record.link.messages.at_server.is_empty() {
+                Some("a subscription is left".to_owned())
+            } else {
+                let stats = record.engine.stats();
+                (stats.locks_held != 0 || stats.requests_waiting != 0)
+                    .then(|| format!("the counters are wrong: {stats:?}"))
+            };
+            if let Some(problem) = problem {
+                self.fail(format!("at rest, client {client}: {problem}"));
+            }
+        }
+    }
+}
