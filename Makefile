@@ -3,7 +3,7 @@
 # Most tests wait for leases rather than compute: more of them at once than there are cores.
 export RUST_TEST_THREADS ?= 12
 
-.PHONY: help demo test stress chaos interop bench lint deny advisories oldest-rust package doc ci clean-cache
+.PHONY: help demo test stress sim chaos interop bench lint deny advisories oldest-rust package doc ci clean-cache
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -16,6 +16,9 @@ test: ## Run all tests: unit, integration, examples and documentation (only some
 
 stress: ## Run every test RUNS times (20) beside one busy loop for each core
 	bash .ci/with-redis bash .ci/stress $(or $(RUNS),20) $(ARGS)
+
+sim: ## Run whole clients in the simulation (SIM_SECONDS=60 SIM_SEED=any SIM_DEEPER=2)
+	bash .ci/sim
 
 chaos: ## Run random faults against several processes, and judge (CHAOS_SECONDS=6..86400 CHAOS_SEED=any)
 	CHAOS_SECONDS=$${CHAOS_SECONDS:-60} bash .ci/with-redis cargo test --test chaos -- --exact random_faults_break_no_promise --nocapture

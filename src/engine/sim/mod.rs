@@ -9,6 +9,7 @@
 //! | `callers` | random programs of callers, and clients of Redisson |
 //! | `oracle` | what must hold after each step, and at the end |
 //! | `probe` | what the oracle reads of an engine |
+//! | `small` | every schedule of small worlds |
 //!
 //! `SIM_SEED=n` begins with that seed, and runs for `SIM_SECONDS`. A failure prints the seed of its
 //! schedule: that seed with 0 seconds repeats it. `SIM_ALL=1` counts failures rather than stopping.
@@ -20,6 +21,7 @@ mod network;
 mod oracle;
 mod probe;
 mod server;
+mod small;
 mod world;
 
 use world::{Figures, Plan, World};
