@@ -351,6 +351,14 @@ impl Engine {
         } else {
             self.refused(name, failure)
         };
+        // First, because the end of the operation starts the next one: if that fails at once, the
+        // head of the queue makes an attempt, and must not be this request.
+        if let Some(request) = request {
+            if matches!(error, Error::OutcomeUnknown { .. }) {
+                self.stats.unknown_outcomes += 1;
+            }
+            self.complete_acquire(request, Outcome::Failed(error));
+        }
         if is_unknown {
             let acquire = self.acquiring(id);
             let (leave, mode) = (acquire.leave, acquire.mode);
@@ -358,12 +366,6 @@ impl Engine {
             self.begin_settlement(now, id, leave, lease);
         } else {
             self.finish_op(now, id);
-        }
-        if let Some(request) = request {
-            if matches!(error, Error::OutcomeUnknown { .. }) {
-                self.stats.unknown_outcomes += 1;
-            }
-            self.complete_acquire(request, Outcome::Failed(error));
         }
         self.advance_lock(now, lock);
     }

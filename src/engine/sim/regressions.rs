@@ -1,0 +1,191 @@
+//! Defects that the simulation found, each as the shortest sequence that shows it.
+
+use std::time::Duration;
+
+use super::super::{
+    AcquireRequest, CallId, Engine, Event, HoldId, Outcome, RequestId, Settings, Transmit, Wait,
+};
+use crate::config::{DeadlockDetection, LeaseTime};
+use crate::error::Error;
+use crate::keys::Keys;
+use crate::kind::Kind;
+use crate::owner::{ClientId, Owner, TaskKey};
+use crate::time::Time;
+use crate::wire::{Failure, Reply};
+
+/// An engine without a server: the test replies to each call.
+struct Bench {
+    engine: Engine,
+    now: Time,
+    keys: Keys,
+    events: Vec<Event>,
+}
+
+fn granted() -> Result<Reply, Failure> {
+    Ok(Reply::List(vec![Reply::Int(1), Reply::Int(1)]))
+}
+
+fn no_connection() -> Failure {
+    Failure::NotSent("no connection".to_owned().into())
+}
+
+impl Bench {
+    fn new() -> Self {
+        let settings = Settings {
+            client_id: ClientId::from(uuid::Uuid::from_u128(7)),
+            address: "server:6379".into(),
+            watchdog: LeaseTime::new(Duration::from_secs(3)).unwrap(),
+            recheck: None,
+            retry_timeout: Duration::from_secs(1),
+            command_timeout: Duration::from_secs(1),
+            renewal_batch: 100,
+            detection: DeadlockDetection::Warn,
+        };
+        Self {
+            engine: Engine::new(settings, 1),
+            now: Time::default() + Duration::from_secs(1),
+            keys: Keys::reentrant("lock").unwrap(),
+            events: Vec::new(),
+        }
+    }
+
+    /// The calls that were sent since the last look.
+    fn calls(&mut self) -> Vec<CallId> {
+        while let Some(event) = self.engine.poll_event() {
+            self.events.push(event);
+        }
+        std::iter::from_fn(|| self.engine.poll_transmit())
+            .filter_map(|transmit| match transmit {
+                Transmit::Call(call, _) => Some(call),
+                _ => None,
+            })
+            .collect()
+    }
+
+    fn call(&mut self) -> CallId {
+        let calls = self.calls();
+        assert_eq!(calls.len(), 1, "one call");
+        calls[0]
+    }
+
+    fn reply(&mut self, call: CallId, outcome: Result<Reply, Failure>) {
+        self.engine.handle_reply(self.now, call, outcome);
+    }
+
+    fn wait(&mut self, pause: Duration) {
+        self.now = self.now + pause;
+        self.engine.handle_timeout(self.now);
+    }
+
+    fn hold(&mut self, lease: Option<Duration>) -> HoldId {
+        let request = AcquireRequest {
+            keys: self.keys.clone(),
+            kind: Kind::Reentrant,
+            owner: Owner::numbered(5),
+            lease: lease.map(|lease| LeaseTime::new(lease).unwrap()),
+            wait: Wait::Unlimited,
+            task: TaskKey(1),
+        };
+        let request = self.engine.acquire(self.now, request);
+        let call = self.call();
+        self.reply(call, granted());
+        self.engine.claim(self.now, request).unwrap().hold
+    }
+
+    fn outcome(&mut self, request: RequestId) -> Option<&Outcome> {
+        assert!(self.calls().is_empty());
+        self.events.iter().rev().find_map(|event| match event {
+            Event::Completed(id, outcome) if *id == request => Some(outcome),
+            _ => None,
+        })
+    }
+}
+
+/// The thread ended with the question in flight, and its caller waited for ever.
+#[test]
+fn client_ends_after_questions_in_flight() {
+    for force in [false, true] {
+        let mut bench = Bench::new();
+        let (now, keys) = (bench.now, bench.keys.clone());
+        let request = if force {
+            bench.engine.force_unlock(now, &keys, Kind::Reentrant)
+        } else {
+            bench.engine.inspect(now, &keys, Kind::Reentrant, None)
+        };
+        let call = bench.call();
+        bench.engine.close(now);
+        assert!(!bench.engine.has_ended(), "the question has no outcome");
+        let nothing = Reply::List(vec![Reply::Int(-2), Reply::Text(bytes::Bytes::new())]);
+        bench.reply(call, Ok(nothing));
+        assert!(bench.outcome(request).is_some());
+        assert!(bench.engine.has_ended());
+    }
+}
+
+#[test]
+fn question_without_reply_ends_at_limit_of_shutdown() {
+    let mut bench = Bench::new();
+    let (now, keys) = (bench.now, bench.keys.clone());
+    let request = bench.engine.inspect(now, &keys, Kind::Reentrant, None);
+    bench.call();
+    bench.engine.close(now);
+    bench.wait(Duration::from_secs(2));
+    assert!(bench.engine.has_ended());
+    assert!(matches!(
+        bench.outcome(request),
+        Some(Outcome::Failed(Error::Closed))
+    ));
+}
+
+/// The entry still listed the operations that the end of the client had removed.
+#[test]
+fn guard_is_dropped_after_limit_of_shutdown() {
+    let mut bench = Bench::new();
+    let outer = bench.hold(None);
+    let request = AcquireRequest {
+        keys: bench.keys.clone(),
+        kind: Kind::Reentrant,
+        owner: Owner::numbered(5),
+        lease: None,
+        wait: Wait::Unlimited,
+        task: TaskKey(1),
+    };
+    bench.engine.acquire(bench.now, request);
+    bench.call();
+    bench.engine.close(bench.now);
+    bench.wait(Duration::from_secs(2));
+    bench.engine.drop_hold(bench.now, outer);
+    bench.calls();
+}
+
+/// The end of the attempt started the owner's next one, which failed at once because the client was
+/// shut down, and had the head of the queue make an attempt: the request that was just ending.
+#[test]
+fn request_that_fails_at_shutdown_completes_once() {
+    let mut bench = Bench::new();
+    let acquire = |bench: &mut Bench, wait| {
+        let request = AcquireRequest {
+            keys: bench.keys.clone(),
+            kind: Kind::Reentrant,
+            owner: Owner::numbered(5),
+            lease: None,
+            wait,
+            task: TaskKey(1),
+        };
+        bench.engine.acquire(bench.now, request)
+    };
+    let waiter = acquire(&mut bench, Wait::Unlimited);
+    let call = bench.call();
+    let other = acquire(&mut bench, Wait::AtMost(Duration::ZERO));
+    bench.engine.close(bench.now);
+    bench.reply(call, Err(no_connection()));
+    bench.wait(Duration::from_millis(50));
+    bench.calls();
+    for request in [waiter, other] {
+        let completed = bench
+            .events
+            .iter()
+            .filter(|event| matches!(event, Event::Completed(id, _) if *id == request));
+        assert_eq!(completed.count(), 1);
+    }
+}
