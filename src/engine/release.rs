@@ -374,7 +374,7 @@ impl Engine {
             failure => {
                 let was_guarded = self.releasing(id).was_guarded;
                 if let (false, Some(hold)) = (was_guarded, hold) {
-                    self.put_back(tenure, hold);
+                    self.put_back(now, tenure, hold);
                 } else if is_last {
                     self.leave_tenure_behind(now, tenure);
                 }

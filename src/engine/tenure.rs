@@ -300,7 +300,10 @@ impl Engine {
     /// Remembers what a tenure may have left on the server, for an owner that others may be as
     /// well.
     pub(super) fn leave_tenure_behind(&mut self, now: Time, id: TenureId) {
-        let tenure = &self.tenures[id];
+        // It may have been lost, and removed, while its last release was in flight.
+        let Some(tenure) = self.tenures.get(id) else {
+            return;
+        };
         let (entry, left) = (tenure.entry, tenure.left_behind(now));
         if let (false, Some(left)) = (self.entries[entry].owner.is_private(), left) {
             self.entries[entry].left_behind = Some(left);
@@ -337,17 +340,27 @@ impl Engine {
 
     /// Takes back a hold without a guard that the server would not release: it can be unlocked
     /// again, and is not renewed.
-    pub(super) fn put_back(&mut self, id: TenureId, hold: Hold) {
+    pub(super) fn put_back(&mut self, now: Time, id: TenureId, hold: Hold) {
+        // It may have been lost while the release was in flight, and removed.
+        let Some(tenure) = self.tenures.get_mut(id) else {
+            return;
+        };
+        let (entry, was_reported) = (tenure.entry, tenure.is_reported);
         let hold = self.holds.insert(Hold {
             state: HoldState::Refused,
             ..hold
         });
-        let tenure = &mut self.tenures[id];
         tenure.holds.push(hold);
-        if !tenure.is_listed {
-            self.list_tenure(id);
+        match self.tenure_lost(now, id) {
+            Some(reason) if was_reported => self.remember_loss(now, entry, hold, reason),
+            Some(_) => {}
+            None => {
+                if !self.tenures[id].is_listed {
+                    self.list_tenure(id);
+                }
+                self.plan_look(id);
+            }
         }
-        self.plan_look(id);
     }
 
     /// Lets a hold live without its guard.

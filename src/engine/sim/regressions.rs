@@ -189,3 +189,38 @@ fn request_that_fails_at_shutdown_completes_once() {
         assert_eq!(completed.count(), 1);
     }
 }
+
+/// A renewal that was in flight beside the last release found that the lease had run out, and
+/// removed the tenure; then the release failed for good.
+#[test]
+fn last_release_fails_after_loss() {
+    for is_detached in [false, true] {
+        let mut bench = Bench::new();
+        let hold = bench.hold(None);
+        bench.wait(Duration::from_secs(1));
+        let renewal = bench.call();
+        let (keys, owner) = (bench.keys.clone(), Owner::numbered(5));
+        if is_detached {
+            bench.engine.detach(bench.now, hold);
+            bench
+                .engine
+                .unlock(bench.now, &keys, Kind::Reentrant, owner);
+        } else {
+            bench.engine.drop_hold(bench.now, hold);
+        }
+        for step in 0..200 {
+            for call in bench.calls() {
+                bench.reply(call, Err(no_connection()));
+            }
+            if step == 20 {
+                bench.reply(renewal, Err(no_connection()));
+            }
+            bench.wait(Duration::from_millis(100));
+        }
+        let request = bench
+            .engine
+            .unlock(bench.now, &keys, Kind::Reentrant, owner);
+        assert!(bench.outcome(request).is_some());
+        assert!(bench.engine.is_empty(), "{}", bench.engine.remains());
+    }
+}
