@@ -3,7 +3,7 @@
 # Most tests wait for leases rather than compute: more of them at once than there are cores.
 export RUST_TEST_THREADS ?= 12
 
-.PHONY: help demo test stress sim chaos interop bench lint deny advisories oldest-rust package doc ci clean-cache
+.PHONY: help demo test stress sim mutants chaos interop bench lint deny advisories oldest-rust package doc ci clean-cache
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -19,6 +19,9 @@ stress: ## Run every test RUNS times (20) beside one busy loop for each core
 
 sim: ## Run whole clients in the simulation (SIM_SECONDS=60 SIM_SEED=any SIM_DEEPER=2)
 	bash .ci/sim
+
+mutants: ## Put each defect of .ci/mutants.list in, and see the simulation find it (MUTANT_SECONDS=60)
+	python3 .ci/mutants
 
 chaos: ## Run random faults against several processes, and judge (CHAOS_SECONDS=6..86400 CHAOS_SEED=any)
 	CHAOS_SECONDS=$${CHAOS_SECONDS:-60} bash .ci/with-redis cargo test --test chaos -- --exact random_faults_break_no_promise --nocapture
