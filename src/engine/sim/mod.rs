@@ -10,6 +10,7 @@
 //! | `oracle` | what must hold after each step, and at the end |
 //! | `probe` | what the oracle reads of an engine |
 //! | `small` | every schedule of small worlds |
+//! | `regressions` | defects that the simulation found |
 //!
 //! `SIM_SEED=n` begins with that seed, and runs for `SIM_SECONDS`. A failure prints the seed of its
 //! schedule: that seed with 0 seconds repeats it. `SIM_ALL=1` counts failures rather than stopping.
@@ -20,6 +21,7 @@ mod callers;
 mod network;
 mod oracle;
 mod probe;
+mod regressions;
 mod server;
 mod small;
 mod world;
