@@ -263,12 +263,18 @@ impl World {
             let channel = self.locks.iter().find(|keys| keys.name == queue.name);
             let since = channel.and_then(|keys| messages.at_server.get(&keys.channel));
             if let (Some(since), Some(freed)) = (since, self.oracle.freed.get(&queue.name)) {
-                let is_awake = queue.look_at.is_some_and(|at| at <= self.now);
+                // Whether the release came before the subscription or after it: the confirmation
+                // or the message is the reason for an attempt. After messages were missed the
+                // head looks within a second.
+                let bound = if messages.trusted_since < *freed {
+                    self.now
+                } else {
+                    messages.trusted_since + Duration::from_secs(1)
+                };
                 if queue.is_confirmed
-                    && since < freed
-                    && messages.trusted_since < *freed
+                    && *since <= self.now
                     && messages.pending == 0
-                    && !is_awake
+                    && queue.look_at.is_none_or(|at| at > bound)
                     && !self.database.keys.contains_key(&queue.name)
                 {
                     return Some(format!(
