@@ -113,12 +113,12 @@ impl Driver {
         self.change(|state, now, _| change(&mut state.engine, now))
     }
 
-    /// Begins a request.
-    pub(crate) fn submit(
-        self: &Arc<Self>,
-        begin: impl FnOnce(&mut Engine, Time) -> RequestId,
-    ) -> Pending {
-        Pending::new(Arc::clone(self), self.apply(begin))
+    /// A request that begins when it is first polled.
+    pub(crate) fn submit<B>(self: &Arc<Self>, begin: B) -> Pending<B>
+    where
+        B: FnOnce(&mut Engine, Time) -> RequestId,
+    {
+        Pending::new(Arc::clone(self), begin)
     }
 
     pub(crate) fn stats(&self) -> Stats {
@@ -127,6 +127,25 @@ impl Driver {
             reconnects: self.reconnects.load(Ordering::Relaxed),
             ..stats
         }
+    }
+
+    /// Begins a request, and takes its outcome if it has one at once. Otherwise the waker is kept
+    /// before anything is sent.
+    fn begin(
+        &self,
+        begin: impl FnOnce(&mut Engine, Time) -> RequestId,
+        waker: Waker,
+    ) -> Option<(RequestId, Poll<Outcome>)> {
+        self.change_then(
+            |state, now, _| begin(&mut state.engine, now),
+            |state, id| match state.slots.remove(&id) {
+                Some(Slot::Ready(outcome)) => (id, Poll::Ready(outcome)),
+                _ => {
+                    state.slots.insert(id, Slot::Waiting(waker));
+                    (id, Poll::Pending)
+                }
+            },
+        )
     }
 
     /// Takes the outcome of a request if there is one, and keeps the waker otherwise.
@@ -160,6 +179,15 @@ impl Driver {
     }
 
     fn change<T>(&self, change: impl FnOnce(&mut State, Time, &mut Effects) -> T) -> Option<T> {
+        self.change_then(change, |_, output| output)
+    }
+
+    /// Changes the state, drains the outputs, and does the rest under the same lock.
+    fn change_then<T, U>(
+        &self,
+        change: impl FnOnce(&mut State, Time, &mut Effects) -> T,
+        rest: impl FnOnce(&mut State, T) -> U,
+    ) -> Option<U> {
         let mut effects = Effects::default();
         let output = {
             let state = &mut *self.state.lock();
@@ -169,7 +197,7 @@ impl Driver {
                 state.engine.fail();
             }
             state.drain(&mut effects);
-            changed
+            changed.map(|output| rest(state, output))
         };
         if output.is_err() {
             tracing::error!("the lock client has failed, each of its locks is lost");
@@ -300,7 +328,11 @@ mod tests {
         Driver::new(Engine::new(settings, 7), Arc::default())
     }
 
-    fn acquire(driver: &Arc<Driver>, name: &str) -> Pending {
+    /// A request to acquire, polled once.
+    fn acquire(
+        driver: &Arc<Driver>,
+        name: &str,
+    ) -> impl Future<Output = Result<Acquisition, Error>> + Unpin + use<> {
         let request = AcquireRequest {
             keys: Keys::reentrant(name).expect("a valid name"),
             kind: Kind::Reentrant,
@@ -309,7 +341,20 @@ mod tests {
             wait: Wait::Unlimited,
             task: TaskKey::current(),
         };
-        driver.submit(|engine, now| engine.acquire(now, request))
+        let begin = |engine: &mut Engine, now| engine.acquire(now, request);
+        let pending = driver.submit(begin);
+        let mut acquiring = Box::pin(pending.acquired());
+        let polled = acquiring.poll_unpin(&mut Context::from_waker(&noop_waker()));
+        let early = match polled {
+            Poll::Ready(outcome) => Some(outcome),
+            Poll::Pending => None,
+        };
+        Box::pin(async move {
+            match early {
+                Some(outcome) => outcome,
+                None => acquiring.await,
+            }
+        })
     }
 
     #[test]
@@ -325,26 +370,25 @@ mod tests {
             let reply = Reply::List(vec![Reply::Int(1), Reply::Text("1".into())]);
             driver.apply(|engine, now| engine.handle_reply(now, id, Ok(reply)));
         }
-        let Some(Ok(Acquisition::Granted(grant))) = granting.acquired().now_or_never() else {
+        let Some(Ok(Acquisition::Granted(grant))) = granting.now_or_never() else {
             panic!("not granted");
         };
         let mut lost = LossWaiter::new(Arc::clone(&grant.cell));
         let waker = noop_waker();
         let mut cx = Context::from_waker(&waker);
         assert!(lost.poll(driver.clock.now(), &mut cx).is_pending());
-        let mut in_flight = Box::pin(acquire(&driver, "free").acquired());
-        assert!(in_flight.poll_unpin(&mut cx).is_pending());
-        let not_polled = acquire(&driver, "other");
+        let in_flight = acquire(&driver, "free");
         let keys = Keys::reentrant("held").expect("a valid name");
         let asking = driver.submit(|engine, now| engine.inspect(now, &keys, Kind::Reentrant, None));
+        let mut asking = Box::pin(asking.outcome());
+        assert!(asking.poll_unpin(&mut cx).is_pending());
 
         assert!(driver.apply(|_, _| panic!("a defect")).is_none());
 
         let failed = |outcome| matches!(outcome, Some(Err(Error::ClientFailed)));
         assert!(failed(in_flight.now_or_never()));
-        assert!(failed(offering.acquired().now_or_never()));
-        assert!(failed(not_polled.acquired().now_or_never()));
-        let answer = asking.outcome().now_or_never();
+        assert!(failed(offering.now_or_never()));
+        let answer = asking.now_or_never();
         assert!(
             matches!(answer, Some(Outcome::Failed(Error::ClientFailed))),
             "{answer:?}"
@@ -352,7 +396,7 @@ mod tests {
         let reason = lost.poll(driver.clock.now(), &mut cx);
         assert_eq!(reason, Poll::Ready(LostReason::ClientFailed));
         // What comes later fails, too, and does not panic.
-        assert!(failed(acquire(&driver, "late").acquired().now_or_never()));
+        assert!(failed(acquire(&driver, "late").now_or_never()));
         let released = driver.submit(|engine, now| engine.release(now, grant.hold, true));
         assert!(matches!(
             released.outcome().now_or_never(),

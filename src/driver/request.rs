@@ -5,14 +5,17 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use super::Driver;
-use crate::engine::{Grant, Outcome, RequestId};
+use crate::engine::{Engine, Grant, Outcome, RequestId};
 use crate::error::Error;
+use crate::time::Time;
 
 /// A request that its caller waits for.
 #[must_use = "dropping it cancels the request"]
-pub(crate) struct Pending {
+pub(crate) struct Pending<B> {
     driver: Arc<Driver>,
-    /// `None` once there is an outcome, or if the engine failed.
+    /// `None` once it was polled.
+    begin: Option<B>,
+    /// `None` before that, once there is an outcome, and if the engine failed.
     id: Option<RequestId>,
 }
 
@@ -23,9 +26,13 @@ pub(crate) enum Acquisition {
     Contended,
 }
 
-impl Pending {
-    pub(super) fn new(driver: Arc<Driver>, id: Option<RequestId>) -> Self {
-        Self { driver, id }
+impl<B: FnOnce(&mut Engine, Time) -> RequestId> Pending<B> {
+    pub(super) fn new(driver: Arc<Driver>, begin: B) -> Self {
+        Self {
+            driver,
+            begin: Some(begin),
+            id: None,
+        }
     }
 
     /// The outcome of any request but one to acquire.
@@ -39,22 +46,35 @@ impl Pending {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Outcome> {
-        let Some(id) = self.id else {
-            return Poll::Ready(Outcome::Failed(Error::ClientFailed));
-        };
-        let polled = self.driver.poll(id, cx);
+        let polled = self.poll_any(cx);
         if polled.is_ready() {
             self.id = None;
         }
         polled
     }
 
+    /// Begins the request, or looks for its outcome.
+    fn poll_any(&mut self, cx: &mut Context<'_>) -> Poll<Outcome> {
+        if let Some(begin) = self.begin.take() {
+            let Some((id, polled)) = self.driver.begin(begin, cx.waker().clone()) else {
+                return Poll::Ready(Outcome::Failed(Error::ClientFailed));
+            };
+            self.id = Some(id);
+            return polled;
+        }
+        match self.id {
+            Some(id) => self.driver.poll(id, cx),
+            None => Poll::Ready(Outcome::Failed(Error::ClientFailed)),
+        }
+    }
+
     fn poll_acquired(&mut self, cx: &mut Context<'_>) -> Poll<Result<Acquisition, Error>> {
-        let Some(id) = self.id else {
-            return Poll::Ready(Err(Error::ClientFailed));
-        };
         loop {
-            return Poll::Ready(match std::task::ready!(self.driver.poll(id, cx)) {
+            let outcome = std::task::ready!(self.poll_any(cx));
+            let Some(id) = self.id else {
+                return Poll::Ready(Err(Error::ClientFailed));
+            };
+            return Poll::Ready(match outcome {
                 Outcome::Granted => {
                     self.id = None;
                     let claimed = self.driver.apply(|engine, now| engine.claim(now, id));
@@ -86,7 +106,7 @@ impl Pending {
     }
 }
 
-impl Drop for Pending {
+impl<B> Drop for Pending<B> {
     fn drop(&mut self) {
         if let Some(id) = self.id.take() {
             self.driver.cancel(id);
