@@ -59,8 +59,8 @@ impl LockClient {
     /// # Errors
     /// * [`Error::InvalidConfig`]: the URL is invalid. No message repeats it, since it may contain
     ///   a password.
-    /// * [`Error::Connection`], [`Error::Timeout`] with [`Step::Connect`]: the server cannot be
-    ///   reached. [`LockClientBuilder::connect_retry`] waits for it.
+    /// * [`Error::Connection`], [`Error::Timeout`] with [`Step::Connect`](crate::Step::Connect):
+    ///   the server cannot be reached. [`LockClientBuilder::connect_retry`] waits for it.
     /// * [`Error::Server`]: the server refused the user, the password or the database. With a
     ///   number other than 0 the user needs the right to `SELECT`.
     /// * [`Error::UnsupportedServer`]: the server is a cluster or a sentinel, or too old.
