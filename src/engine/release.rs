@@ -9,7 +9,7 @@ use super::notice::Notice;
 use super::requests::{Outcome, Request};
 use super::tenure::{Hold, HoldState, Mode};
 use super::timers::Timer;
-use super::{Engine, EntryId, HoldId, OpId, RequestId};
+use super::{Engine, EntryId, HoldId, OpId, RequestId, TenureId};
 use crate::config::LeaseTime;
 use crate::error::{Error, LostReason, ServerErrorKind, Step};
 use crate::keys::Keys;
@@ -21,7 +21,7 @@ use crate::wire::{Failure, Reply};
 #[derive(Debug)]
 pub(super) struct Release {
     hold: HoldId,
-    tenure: super::TenureId,
+    tenure: TenureId,
     /// Whether a guard stood for the hold.
     was_guarded: bool,
     /// The hold, from the start of the operation.
@@ -232,7 +232,7 @@ impl Engine {
 
     /// The lease that the holds of a tenure are entitled to. `None` if there are none, or if the
     /// owner has holds of which nothing is known.
-    fn entitled(&self, now: Time, tenure: super::TenureId) -> Option<LeaseTime> {
+    fn entitled(&self, now: Time, tenure: TenureId) -> Option<LeaseTime> {
         let tenure = &self.tenures[tenure];
         if tenure.base > 0 {
             return None;
@@ -540,14 +540,17 @@ impl Engine {
             self.end_lost_hold(now, hold);
             return Some(error);
         }
-        // A tenure that is not lost is the latest: its guards are not concerned.
-        let lost = &self.entries[entry];
-        let latest = *lost.lost.last().filter(|_| lost.tenure.is_none())?;
-        let holds = self.tenures[latest].holds.iter();
-        let is_guarded = holds
-            .map(|hold| &self.holds[*hold])
-            .any(|hold| hold.state == HoldState::Guarded);
-        let reason = self.tenure_lost(now, latest).filter(|_| is_guarded)?;
+        // A tenure that is not lost is the latest: the guards of earlier ones are not concerned.
+        if self.entries[entry].tenure.is_some() {
+            return None;
+        }
+        let is_guarded = |tenure: &TenureId| {
+            let mut holds = self.tenures[*tenure].holds.iter();
+            holds.any(|hold| self.holds[*hold].state == HoldState::Guarded)
+        };
+        let lost = self.entries[entry].lost.iter().rev();
+        let latest = lost.copied().find(is_guarded)?;
+        let reason = self.tenure_lost(now, latest)?;
         Some(errors::lost(self.lock_name(entry), reason))
     }
 }

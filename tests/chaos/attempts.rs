@@ -17,7 +17,7 @@ pub const SETTLED: Nanos = 1_000 * MS;
 const WRITTEN: Nanos = 1_000 * MS;
 
 /// How long the release of a grant may take whose caller has gone.
-const SETTLEMENT: Nanos = 20_000 * MS;
+pub const SETTLEMENT: Nanos = 20_000 * MS;
 
 /// How long the server may answer no look until that counts as a fault.
 const STALL: Nanos = 300 * MS;

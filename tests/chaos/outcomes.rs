@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::attempts::{Analysis, Attempt, Loss};
+use super::attempts::{Analysis, Attempt, Loss, SETTLEMENT};
 use super::forced::{FELT, excuses};
 use super::history::{Event, History, MS, Nanos};
 use super::judge::{Rule, Violation, name};
@@ -237,6 +237,21 @@ fn server_has_it_until(
             && until.saturating_add(AROUND) > since
     });
     let came_back = came_back && may_have_been_gone(analysis, attempt, reported);
+    // The release of another hold of the owner sets the expiry to what the remaining ones are
+    // entitled to, which may be less than the look shows.
+    let is_lowered = analysis.same_owner(attempt).any(|other| {
+        let (from, to) = match (other.releasing, other.ended) {
+            (Some(from), _) => (from, other.released.as_ref().map(|(at, _)| *at)),
+            (None, Some((from, _))) => (from, Some(from.saturating_add(SETTLEMENT))),
+            (None, None) => return false,
+        };
+        !std::ptr::eq(other, attempt)
+            && from <= reported
+            && to.is_none_or(|to| to.saturating_add(AROUND) >= look.from)
+    });
+    if is_lowered {
+        return None;
+    }
     (recent && !came_back).then(|| look.from + Nanos::try_from(key.pttl).unwrap_or(0) * MS)
 }
 

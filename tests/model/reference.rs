@@ -314,13 +314,17 @@ impl Model {
                 .release(hold, ran)
                 .map_or_else(Unlocked::Lost, |()| Unlocked::Freed);
         }
-        let mut entry = self
+        // The latest tenure that still has a guard.
+        let guarded = self
             .tenures
             .iter()
-            .filter(|other| (other.owner, other.lock) == (owner, lock));
+            .rfind(|other| (other.owner, other.lock) == (owner, lock) && !other.holds.is_empty());
         match tenure.lost {
             _ if tenure.base > 0 => self.unlock_unrecorded(owner, lock),
-            Some(reason) if entry.any(|other| !other.holds.is_empty()) => Unlocked::Lost(reason),
+            Some(_) if guarded.is_some() => {
+                let reason = guarded.and_then(|guarded| guarded.lost);
+                reason.map_or(Unlocked::NotHeldOrLost, Unlocked::Lost)
+            }
             Some(_) => Unlocked::NotHeldOrLost,
             None => Unlocked::NotHeld,
         }
