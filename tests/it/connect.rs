@@ -47,14 +47,14 @@ async fn shortest_allowed_lease_is_granted() {
     let server = Server::start();
     let client = LockClient::connect(&server.url()).await.unwrap();
     let lock = client.lock(unique("shortest"));
-    let mut granted = 0;
     for _ in 0..50 {
-        granted += u32::from(lock.lock().lease(Duration::from_millis(1)).await.is_ok());
+        // On a busy machine it is over before its caller has it.
+        match lock.lock().lease(Duration::from_millis(1)).await {
+            Ok(_) => {}
+            Err(error) => assert!(error.is_lost(), "{error:?}"),
+        }
     }
-    assert!(
-        granted > 0,
-        "a lease of 1 ms was not granted in 50 attempts"
-    );
+    assert!(client.stats().grants >= 50, "{:?}", client.stats());
 }
 
 /// In a cluster a script may touch the keys of one slot only: two locks that are renewed together
