@@ -40,7 +40,7 @@ pub struct Snapshot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AllowedDifference {
     None,
-    /// A release left holds: this library does not shorten the expiry.
+    /// A release left holds: this library keeps what they are entitled to.
     LongerExpiryInRust,
     /// A free lock was unlocked: Redisson before 3.10.6 publishes a release nevertheless.
     MessageInJava,

@@ -206,7 +206,8 @@ impl Note {
             }
             Self::PartialRelease => {
                 "An unlock that leaves holds sets the expiry to Redisson's watchdog timeout (from 60 s to 30 s in this \
-                 sequence). This library never shortens it. Everything else is the same, byte for byte."
+                 sequence). This library sets it to what the holds that stay are entitled to (45 s, then 30 s). \
+                 Everything else is the same, byte for byte."
             }
             Self::UnlockLatch => {
                 "After an unlock the key `redisson_unlock_latch:{NAME}:REQUEST` may exist, which only the Redisson \
