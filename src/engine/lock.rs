@@ -274,14 +274,14 @@ impl Engine {
         }
     }
 
-    /// For how much longer a request waits out trouble with the server: those in the queue do not
+    /// For how much longer an attempt retries transient errors: the requests of a queue do not
     /// begin anew, one after the other.
     fn patience_left(&self, now: Time, id: LockId, request: RequestId) -> Result<Duration, Error> {
         let (lock, Some(Request::Acquire(request))) = (&self.locks[id], self.requests.get(request))
         else {
             return Ok(Duration::ZERO);
         };
-        // Where nobody has asked for a while the trouble may well be over.
+        // After a time without an attempt the server may be reachable again.
         let recent = |silence: &&Silence| now.since(silence.until) < Backoff::LONGEST;
         let Some(silence) = lock.silence.as_ref().filter(recent) else {
             return Ok(request.patience);
@@ -451,13 +451,9 @@ impl Engine {
             debug_assert!(lock.tenures.is_empty());
             self.timers.clear(Timer::Lock(id));
             self.forget_listener(id);
-            let name = lock_name_of(&self.locks[id]);
-            self.lock_ids.remove(&name);
-            self.locks.remove(id);
+            if let Some(lock) = self.locks.remove(id) {
+                self.lock_ids.remove(&lock.keys.name);
+            }
         }
     }
-}
-
-fn lock_name_of(lock: &Lock) -> bytes::Bytes {
-    lock.keys.name.clone()
 }

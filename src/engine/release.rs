@@ -395,8 +395,7 @@ impl Engine {
     }
 
     /// Turns an operation with an unknown outcome into its settlement: the server is to be left
-    /// with
-    /// `leave`, whatever a copy with that lease did.
+    /// with `leave`, whatever a copy with that lease did.
     pub(super) fn begin_settlement(&mut self, now: Time, id: OpId, leave: i64, lease: LeaseTime) {
         let op = &mut self.ops[id];
         op.action = Action::Settle(Settle { leave });

@@ -7,17 +7,16 @@ use super::errors;
 use super::force_unlock::Forcing;
 use super::notice::Notice;
 use super::queries::Query;
+use super::tenure::Mode;
 use super::timers::Timer;
 use super::{Engine, EntryId, Event, HoldId, OpId, RequestId};
+use crate::config::LeaseTime;
 use crate::error::{Error, Step};
 use crate::keys::Keys;
 use crate::kind::{Inspected, Kind};
 use crate::lease_cell::HoldCell;
-use crate::owner::Owner;
+use crate::owner::{Owner, TaskKey};
 use crate::time::Time;
-
-use super::tenure::Mode;
-use crate::owner::TaskKey;
 
 /// A wish to acquire one hold.
 #[derive(Debug, Clone)]
@@ -26,7 +25,7 @@ pub(crate) struct AcquireRequest {
     pub(crate) kind: Kind,
     pub(crate) owner: Owner,
     /// The lease; `None` for the watchdog timeout, renewed.
-    pub(crate) lease: Option<crate::config::LeaseTime>,
+    pub(crate) lease: Option<LeaseTime>,
     pub(crate) wait: Wait,
     /// The task or thread that asks, for deadlock detection.
     pub(crate) task: TaskKey,
@@ -90,7 +89,7 @@ pub(super) struct Acquiring {
     pub(super) task: TaskKey,
     pub(super) begun: Time,
     pub(super) ends: Option<Time>,
-    /// How long trouble with the server is waited out.
+    /// How long transient errors are retried.
     pub(super) patience: Duration,
     /// Whether the server was asked for it.
     pub(super) asked: bool,
@@ -102,9 +101,9 @@ pub(super) struct Acquiring {
     pub(super) offer: Option<HoldId>,
     /// How many answers the lock had had when it joined the wait queue.
     pub(super) answers: u64,
-    /// Until when an answer is waited for after the end of the wait.
+    /// When it stops waiting for an answer after the end of its wait.
     pub(super) limit: Option<Time>,
-    /// Whether it was looked for a deadlock.
+    /// Whether it was checked for a deadlock.
     pub(super) checked: bool,
     pub(super) warned_of_own: bool,
 }
@@ -118,8 +117,8 @@ impl Engine {
         let entry = self.entry_id(&request.keys, request.owner);
         let (ends, patience) = match request.wait {
             Wait::Unlimited => (None, self.settings.retry_timeout),
-            // Contention is waited out for the wait time; trouble with the server at least for one
-            // reply's time.
+            // Another owner is waited for as long as the wait allows; transient errors are retried
+            // at least for the time of one reply.
             Wait::AtMost(wait) => (
                 Some(now + wait),
                 wait.max(self.settings.command_timeout)
@@ -336,8 +335,7 @@ impl Engine {
         }
     }
 
-    /// A request waited as long as it may for its owner's earlier operations, or in the queue while
-    /// its attempt was made.
+    /// A request has waited for its owner's earlier operations as long as it may.
     fn waiting_op_limit_reached(&mut self, now: Time, id: RequestId, op: OpId) {
         if self.ops.get(op).is_some_and(|op| !op.is_started()) {
             let Some(Request::Acquire(request)) = self.requests.get(id) else {

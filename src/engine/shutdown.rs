@@ -26,7 +26,7 @@ impl Engine {
     /// Ends the client: the request is completed when no operation is pending any more.
     pub(crate) fn close(&mut self, now: Time) -> RequestId {
         let id = self.requests.insert(Request::Close);
-        self.begin_closing(now, LostReason::Shutdown, Error::Closed);
+        self.begin_closing(now);
         match &mut self.closing {
             Some(closing) if !closing.is_over => {
                 closing.waiting.push(id);
@@ -39,11 +39,11 @@ impl Engine {
 
     /// Every handle of the client was dropped: what is pending is completed.
     pub(crate) fn abandon(&mut self, now: Time) {
-        self.begin_closing(now, LostReason::Shutdown, Error::Closed);
+        self.begin_closing(now);
         self.note_operation_ended();
     }
 
-    fn begin_closing(&mut self, now: Time, reason: LostReason, error: Error) {
+    fn begin_closing(&mut self, now: Time) {
         if self.closing.is_some() {
             return;
         }
@@ -52,7 +52,7 @@ impl Engine {
             waiting: Vec::new(),
             limit,
             is_over: false,
-            error,
+            error: Error::Closed,
         });
         self.timers.set(Timer::Closing, now + limit);
         // Requests whose call is in flight end with its outcome.
@@ -94,7 +94,7 @@ impl Engine {
             .collect();
         for tenure in held {
             if !self.is_leaving(tenure) {
-                self.lose_tenure(now, tenure, reason);
+                self.lose_tenure(now, tenure, LostReason::Shutdown);
             }
         }
         let transmits = &mut self.transmits;
