@@ -22,6 +22,22 @@ fn connections(redis: &mut redis::Connection) -> Vec<String> {
         .collect()
 }
 
+/// The lock stays known to the client, because another owner of it holds the lock.
+#[tokio::test]
+async fn timed_out_request_behind_own_client_leaves_no_subscription() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let lock = client.lock(unique("stock"));
+    let guard = lock.lock().await.unwrap();
+    let waited = lock.try_lock_for(ms(1_000)).await.unwrap();
+    assert!(waited.is_none());
+    wait_until("no channel is subscribed", SOON, || {
+        channels(&mut redis) == 0
+    });
+    guard.unlock().await.unwrap();
+}
+
 /// The connection for wake-ups is killed just before a request begins to wait. The wait is about as
 /// short as the time to connect again, so that it ends before, while or after the new connection is
 /// opened.
