@@ -82,7 +82,7 @@ async fn busy_server_receives_few_connections() {
 }
 
 /// 50 tasks lock and unlock 5 locks, 1000 times in all, while a thread causes a fault again and
-/// again.
+/// again: the next one when something was done since the last one, however long that takes.
 async fn under_load(
     server: &Server,
     mut cause_fault: impl FnMut(&mut redis::Connection) + Send + 'static,
@@ -105,21 +105,29 @@ async fn under_load(
             })
             .collect(),
     );
-    let stop = Arc::new(AtomicBool::new(false));
+    let (stop, done) = (
+        Arc::new(AtomicBool::new(false)),
+        Arc::<AtomicU64>::default(),
+    );
     let fault_thread = std::thread::spawn({
         let (mut redis, stop) = (server.connection(), Arc::clone(&stop));
+        let done = Arc::clone(&done);
         move || {
             let mut faults = 0;
             while !stop.load(Ordering::Acquire) {
+                let before = done.load(Ordering::Acquire);
                 cause_fault(&mut redis);
                 faults += 1;
+                while done.load(Ordering::Acquire) == before && !stop.load(Ordering::Acquire) {
+                    std::thread::sleep(ms(1));
+                }
             }
             faults
         }
     });
     let tasks: Vec<_> = (0..TASKS)
         .map(|task| {
-            let locks = Arc::clone(&locks);
+            let (locks, done) = (Arc::clone(&locks), Arc::clone(&done));
             tokio::spawn(async move {
                 let (lock, occupied, count) = &locks[task % locks.len()];
                 for _ in 0..ROUNDS {
@@ -133,6 +141,7 @@ async fn under_load(
                     count.store(before + 1, Ordering::Release);
                     assert!(occupied.swap(false, Ordering::AcqRel));
                     guard.unlock().await.unwrap();
+                    done.fetch_add(1, Ordering::Release);
                 }
             })
         })
