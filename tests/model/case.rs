@@ -202,9 +202,8 @@ impl<'a> Case<'a> {
             Lease::HalfAnHour => Some(WATCHDOG / 2),
             Lease::TwoHours => Some(2 * WATCHDOG),
             Lease::Short if free => return self.try_lock_short(at, lock).await,
-            // A short lease beside a longer one of the same tenure changes nothing. Without a
-            // tenure the lock was handed over, and the client does not know when that lease ends.
-            Lease::Short if self.model.has_tenure(at, lock) => Some(SHORT),
+            // Beside a longer lease it changes nothing until the other holds are released. Then the
+            // lock would expire at any time.
             Lease::Short => None,
         };
         let (real, owner) = self.lock_of(at, lock);

@@ -135,14 +135,6 @@ impl Model {
         tenure.lost.is_none() && self.count(tenure.owner, tenure.lock) == 0
     }
 
-    /// Whether the client has a record of holds of this owner on this lock.
-    pub fn has_tenure(&self, owner: usize, lock: usize) -> bool {
-        self.tenures.iter().any(|tenure| {
-            let is_alive = tenure.lost.is_none() && !tenure.holds.is_empty();
-            is_alive && (tenure.owner, tenure.lock) == (owner, lock)
-        })
-    }
-
     /// Whether this owner has never held this lock.
     pub fn is_untouched(&self, owner: usize, lock: usize) -> bool {
         !self
