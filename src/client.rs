@@ -11,7 +11,7 @@ use crate::engine::{self, Engine, Outcome};
 use crate::error::Error;
 use crate::handle::{Handle, failed};
 use crate::link::{Link, PubSub, Settings};
-use crate::lock::reentrant::ReentrantLock;
+use crate::lock::handle::{FencedLock, ReentrantLock, SimpleLock};
 use crate::owner::{ClientId, Owner, OwnerPolicy};
 use crate::script::catalog;
 use crate::stats::Stats;
@@ -83,6 +83,20 @@ impl LockClient {
     #[must_use]
     pub fn lock(&self, name: impl AsRef<str>) -> ReentrantLock {
         ReentrantLock::new(Arc::clone(&self.handle), name.as_ref())
+    }
+
+    /// The fenced lock of that name, whose guards have a token: 1 to
+    /// [`MAX_NAME_LEN`](crate::MAX_NAME_LEN) bytes. As [`lock`](Self::lock).
+    #[must_use]
+    pub fn fenced_lock(&self, name: impl AsRef<str>) -> FencedLock {
+        FencedLock::new(Arc::clone(&self.handle), name.as_ref())
+    }
+
+    /// The simple lock under that key, which is not reentrant: 1 to
+    /// [`MAX_NAME_LEN`](crate::MAX_NAME_LEN) bytes. As [`lock`](Self::lock).
+    #[must_use]
+    pub fn simple_lock(&self, name: impl AsRef<str>) -> SimpleLock {
+        SimpleLock::new(Arc::clone(&self.handle), name.as_ref())
     }
 
     /// The id that is CLIENT in the field `CLIENT:THREAD` on the wire.

@@ -1,37 +1,53 @@
 //! The key and channel names of a lock, and the check of lock names.
 
+use std::hash::{Hash, Hasher};
+
 use bytes::Bytes;
 
 use crate::error::Error;
 use crate::limits::MAX_NAME_LEN;
 
-/// The keys of one lock.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+/// The keys of one lock. Locks of one name whose channels differ are different locks.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Keys {
-    /// The key of the hash: field `CLIENT:THREAD`, value hold count.
+    /// The key of the lock: a hash with the field `CLIENT:THREAD` and its hold count, or, for a
+    /// simple lock, a string with `CLIENT:THREAD`.
     pub(crate) name: Bytes,
     /// The release channel.
     pub(crate) channel: Bytes,
 }
 
 impl Keys {
-    /// The keys of a reentrant lock (Redisson 3.2.0 and later).
+    /// The keys of a reentrant or fenced lock (Redisson 3.2.0 and later).
     pub(crate) fn reentrant(name: &str) -> Result<Self, Error> {
+        Self::new(name, "redisson_lock__channel:")
+    }
+
+    /// The keys of a simple lock. The channel is this library's own.
+    pub(crate) fn simple(name: &str) -> Result<Self, Error> {
+        Self::new(name, "simple_lock__channel:")
+    }
+
+    fn new(name: &str, channel: &str) -> Result<Self, Error> {
         let problem = if name.is_empty() {
             "it is empty"
         } else if name.len() > MAX_NAME_LEN {
             "it is too long"
         } else {
-            let channel = format!("redisson_lock__channel:{}", tagged(name)).into();
             return Ok(Self {
                 name: Bytes::copy_from_slice(name.as_bytes()),
-                channel,
+                channel: format!("{channel}{}", tagged(name)).into(),
             });
         };
         Err(Error::InvalidName {
             name: shortened(name),
             problem,
         })
+    }
+
+    /// The counter of the tokens of a fenced lock (Redisson 3.19.0 and later).
+    pub(crate) fn token(&self) -> Bytes {
+        format!("redisson_lock_token:{}", tagged(self.name())).into()
     }
 
     /// The name as the caller passed it.
@@ -43,6 +59,13 @@ impl Keys {
     /// The name as the caller passed it, as an owned string.
     pub(crate) fn display(&self) -> String {
         self.name().to_owned()
+    }
+}
+
+impl Hash for Keys {
+    /// Few names have two kinds of lock, so the name is enough.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.name.hash(state);
     }
 }
 

@@ -5,17 +5,25 @@ use std::time::Duration;
 use bytes::Bytes;
 
 use crate::config::LeaseTime;
-use crate::error::ServerError;
+use crate::error::{Error, ServerError};
 use crate::keys::Keys;
-use crate::script::catalog::{ACQUIRE, COUNT, FORCE_UNLOCK, INSPECT, RELEASE, RENEW};
+use crate::script::catalog::{
+    ACQUIRE, COUNT, FENCED_ACQUIRE, FORCE_UNLOCK, INSPECT, RELEASE, RENEW, SIMPLE_ACQUIRE,
+    SIMPLE_COUNT, SIMPLE_INSPECT, SIMPLE_RELEASE, SIMPLE_RENEW,
+};
 use crate::script::{Answer, REFUSED, answer, answers};
 use crate::wire::{Call, Failure, Reply};
 
 /// A kind of lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) enum Kind {
+pub enum Kind {
     /// Redisson's `RLock`.
     Reentrant,
+    /// Redisson's `RFencedLock`: the reentrant lock, on the same hash, whose grants have a token.
+    Fenced,
+    /// A string with the owner, as `SET key token NX PX` leaves it. Each acquisition has an owner of
+    /// its own.
+    Simple,
 }
 
 /// A lock and an owner, as the scripts take them.
@@ -26,15 +34,33 @@ pub(crate) struct Target<'a> {
     pub(crate) field: &'a Bytes,
 }
 
+/// The counts of an acquire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Counts {
+    /// The owner's hold count by our record.
+    pub(crate) before: i64,
+    /// The hold count to set.
+    pub(crate) target: i64,
+}
+
 /// The result of an acquire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Acquired {
-    /// The owner's hold count is `target`.
-    Granted,
-    /// Another owner holds the lock. The time until its expiry; `None` without an expiry.
-    Held(Option<Duration>),
+    /// The owner's hold count is `target`. The token, if one was asked for.
+    Granted(Option<i64>),
+    /// Another owner holds the lock.
+    Held(Held),
     /// The owner's hold count is neither `before` nor `target`: nothing was changed.
     Other(i64),
+}
+
+/// A lock that another owner holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Held {
+    /// The time until its expiry; `None` without an expiry.
+    pub(crate) ttl: Option<Duration>,
+    /// Whether another program holds it, which publishes no release.
+    pub(crate) is_foreign: bool,
 }
 
 /// The result of a release.
@@ -70,30 +96,79 @@ pub(crate) struct Inspected {
 }
 
 impl Kind {
-    /// Acquires a hold: sets the owner's hold count from `before` to `target`.
+    /// The keys of the lock of that name.
+    pub(crate) fn keys(self, name: &str) -> Result<Keys, Error> {
+        match self {
+            Self::Reentrant | Self::Fenced => Keys::reentrant(name),
+            Self::Simple => Keys::simple(name),
+        }
+    }
+
+    /// The name of the public type.
+    pub(crate) fn type_name(self) -> &'static str {
+        match self {
+            Self::Reentrant => "ReentrantLock",
+            Self::Fenced => "FencedLock",
+            Self::Simple => "SimpleLock",
+        }
+    }
+
+    /// Whether an owner that holds the lock can acquire it again.
+    pub(crate) fn is_reentrant(self) -> bool {
+        self != Self::Simple
+    }
+
+    /// Whether grants have a token.
+    pub(crate) fn has_tokens(self) -> bool {
+        self == Self::Fenced
+    }
+
+    /// Whether one script renews both.
+    pub(crate) fn is_renewed_with(self, other: Self) -> bool {
+        self.is_reentrant() == other.is_reentrant()
+    }
+
+    /// Acquires a hold: sets the owner's hold count from `before` to `target`. `needs_token`: the
+    /// token of the tenure is not known.
     pub(crate) fn acquire(
         self,
         target: Target<'_>,
-        before: i64,
-        count: i64,
+        counts: Counts,
         lease: LeaseTime,
+        needs_token: bool,
     ) -> Call {
-        let row = [
+        let name = target.keys.name.clone();
+        let (owner, lease) = (
             ("owner", target.field.clone()),
             ("lease", digits(lease.millis())),
-            ("before", digits(before)),
-            ("target", digits(count)),
-        ];
-        ACQUIRE.batch(1).row(target.keys.name.clone(), row).call()
+        );
+        let before = || ("before", digits(counts.before));
+        let count = || ("target", digits(counts.target));
+        let batch = match self {
+            Self::Reentrant => ACQUIRE
+                .batch(1)
+                .row([name], [owner, lease, before(), count()]),
+            Self::Fenced => {
+                let raise = ("raise", digits(u8::from(needs_token)));
+                let keys = [name, target.keys.token()];
+                let row = [owner, lease, before(), count(), raise];
+                FENCED_ACQUIRE.batch(1).row(keys, row)
+            }
+            Self::Simple => SIMPLE_ACQUIRE.batch(1).row([name], [owner, lease]),
+        };
+        batch.call()
     }
 
     pub(crate) fn acquired(self, reply: Reply) -> Result<Acquired, Failure> {
         let answer = accepted(answer(reply)?)?;
         match answer.code {
-            1 => Ok(Acquired::Granted),
-            0 => Ok(Acquired::Held(
-                u64::try_from(answer.number).ok().map(Duration::from_millis),
+            1 => Ok(Acquired::Granted(
+                (self.has_tokens() && answer.number != 0).then_some(answer.number),
             )),
+            0 | 4 => Ok(Acquired::Held(Held {
+                ttl: u64::try_from(answer.number).ok().map(Duration::from_millis),
+                is_foreign: answer.code == 4,
+            })),
             2 => Ok(Acquired::Other(answer.number)),
             _ => Err(unexpected(&answer)),
         }
@@ -102,13 +177,15 @@ impl Kind {
     /// Releases holds: sets the owner's hold count to `leave`. `lease` is what the remaining holds
     /// are entitled to; `None` leaves the expiry as it is.
     pub(crate) fn release(self, target: Target<'_>, leave: i64, lease: Option<LeaseTime>) -> Call {
-        let row = [
-            ("owner", target.field.clone()),
-            ("channel", target.keys.channel.clone()),
-            ("lease", digits(lease.map_or(0, LeaseTime::millis))),
-            ("leave", digits(leave)),
-        ];
-        RELEASE.batch(1).row(target.keys.name.clone(), row).call()
+        let name = [target.keys.name.clone()];
+        let owner = ("owner", target.field.clone());
+        let channel = ("channel", target.keys.channel.clone());
+        if self == Self::Simple {
+            return SIMPLE_RELEASE.batch(1).row(name, [owner, channel]).call();
+        }
+        let lease = ("lease", digits(lease.map_or(0, LeaseTime::millis)));
+        let row = [owner, channel, lease, ("leave", digits(leave))];
+        RELEASE.batch(1).row(name, row).call()
     }
 
     pub(crate) fn released(self, reply: Reply) -> Result<Released, Failure> {
@@ -128,11 +205,15 @@ impl Kind {
         lease: LeaseTime,
     ) -> Call {
         let millis = digits(lease.millis());
-        let batch = RENEW.batch(targets.len());
+        let script = match self {
+            Self::Reentrant | Self::Fenced => &RENEW,
+            Self::Simple => &SIMPLE_RENEW,
+        };
+        let batch = script.batch(targets.len());
         targets
             .fold(batch, |batch, target| {
                 let row = [("owner", target.field.clone()), ("lease", millis.clone())];
-                batch.row(target.keys.name.clone(), row)
+                batch.row([target.keys.name.clone()], row)
             })
             .call()
     }
@@ -152,8 +233,12 @@ impl Kind {
 
     /// Reads the owner's hold count.
     pub(crate) fn count(self, target: Target<'_>) -> Call {
+        let script = match self {
+            Self::Reentrant | Self::Fenced => &COUNT,
+            Self::Simple => &SIMPLE_COUNT,
+        };
         let row = [("owner", target.field.clone())];
-        COUNT.batch(1).row(target.keys.name.clone(), row).call()
+        script.batch(1).row([target.keys.name.clone()], row).call()
     }
 
     pub(crate) fn counted(self, reply: Reply) -> Result<i64, Failure> {
@@ -166,14 +251,16 @@ impl Kind {
 
     /// Frees the lock if that owner holds it; an empty owner stands for any.
     pub(crate) fn force_unlock(self, target: Target<'_>) -> Call {
+        let script = match self {
+            Self::Reentrant | Self::Fenced => &FORCE_UNLOCK,
+            // It frees the lock of one owner, or of any, as it is.
+            Self::Simple => &SIMPLE_RELEASE,
+        };
         let row = [
             ("owner", target.field.clone()),
             ("channel", target.keys.channel.clone()),
         ];
-        FORCE_UNLOCK
-            .batch(1)
-            .row(target.keys.name.clone(), row)
-            .call()
+        script.batch(1).row([target.keys.name.clone()], row).call()
     }
 
     /// Whether the call freed the lock.
@@ -183,7 +270,11 @@ impl Kind {
 
     /// Reads the state of the lock.
     pub(crate) fn inspect(self, keys: &Keys) -> Call {
-        INSPECT.batch(1).row(keys.name.clone(), []).call()
+        let script = match self {
+            Self::Reentrant | Self::Fenced => &INSPECT,
+            Self::Simple => &SIMPLE_INSPECT,
+        };
+        script.batch(1).row([keys.name.clone()], []).call()
     }
 
     pub(crate) fn inspected(self, reply: Reply) -> Result<Inspected, Failure> {

@@ -17,6 +17,8 @@
 //! | purpose | type |
 //! |---|---|
 //! | mutual exclusion across processes; nested code may lock again | [`ReentrantLock`], from [`LockClient::lock`] |
+//! | the same, for a resource that refuses late writes by their token | [`FencedLock`], from [`LockClient::fenced_lock`] |
+//! | mutual exclusion with programs that use `SET key token NX PX` | [`SimpleLock`], from [`LockClient::simple_lock`] |
 //!
 //! # Which way of locking?
 //!
@@ -94,7 +96,8 @@ pub use error::{ConnectionError, Error, LostReason, ServerError, ServerErrorKind
 pub use info::LockInfo;
 pub use limits::MAX_NAME_LEN;
 pub use lock::guard::LockGuard;
-pub use lock::reentrant::ReentrantLock;
+pub use lock::handle::{FencedLock, Lock, ReentrantLock, SimpleLock};
+pub use lock::kinds::{Fenced, LockKind, Reentrant, ReentrantKind, Simple};
 pub use lock::request::{LockRequest, TryLockRequest};
 pub use owner::{ClientId, Owner, OwnerExt, OwnerPolicy, WithOwner};
 pub use stats::{Losses, Stats};

@@ -11,7 +11,7 @@ use super::timers::Timer;
 use super::{Engine, OpId, RequestId, errors};
 use crate::config::LeaseTime;
 use crate::error::{Error, LostReason, Step};
-use crate::kind::Acquired;
+use crate::kind::{Acquired, Counts, Held};
 use crate::lease_cell::HoldCell;
 use crate::owner::TaskKey;
 use crate::time::Time;
@@ -24,8 +24,9 @@ pub(super) struct Acquire {
     patience: Duration,
     /// Whether the owner's hold count is being read.
     is_counting: bool,
-    before: i64,
-    target: i64,
+    counts: Counts,
+    /// The token of the tenure, if it is known. Otherwise a fenced lock is asked for a new one.
+    token: Option<i64>,
     /// What to leave on the server should the outcome stay unknown: what is known to be held
     /// besides.
     leave: i64,
@@ -51,8 +52,11 @@ impl Engine {
             task: request.task,
             patience,
             is_counting: false,
-            before: 0,
-            target: 0,
+            counts: Counts {
+                before: 0,
+                target: 0,
+            },
+            token: None,
             leave: 0,
             corrections: 0,
         };
@@ -117,7 +121,7 @@ impl Engine {
         match before.checked_add(1).filter(|target| *target > 0) {
             Some(target) => {
                 let acquire = self.acquiring(id);
-                (acquire.before, acquire.target, acquire.leave) = (before, target, before);
+                (acquire.counts, acquire.leave) = (Counts { before, target }, before);
                 acquire.is_counting = false;
                 self.send_acquire(now, id);
             }
@@ -129,6 +133,8 @@ impl Engine {
     }
 
     fn send_acquire(&mut self, now: Time, id: OpId) {
+        let tenure = self.entries[self.ops[id].entry].tenure;
+        self.acquiring(id).token = tenure.and_then(|tenure| self.tenures[tenure].token);
         let op = &self.ops[id];
         let Action::Acquire(acquire) = &op.action else {
             return;
@@ -139,7 +145,7 @@ impl Engine {
         } else {
             let lease = self.lease_of(acquire.mode);
             op.kind
-                .acquire(target, acquire.before, acquire.target, lease)
+                .acquire(target, acquire.counts, lease, acquire.token.is_none())
         };
         self.send_op(now, id, call);
     }
@@ -171,8 +177,8 @@ impl Engine {
             return;
         }
         match outcome.and_then(|reply| kind.acquired(reply)) {
-            Ok(Acquired::Granted) => self.granted(now, id),
-            Ok(Acquired::Held(ttl)) => self.contended(now, id, ttl),
+            Ok(Acquired::Granted(token)) => self.granted(now, id, token),
+            Ok(Acquired::Held(held)) => self.contended(now, id, held),
             Ok(Acquired::Other(found)) => self.correct(now, id, found),
             Err(failure) => self.acquire_was_refused(now, id, failure),
         }
@@ -209,7 +215,7 @@ impl Engine {
         } else if is_private {
             // No other client can be this owner, so the record is right, and what is too much came
             // from a script of ours whose outcome was never known: the target goes over it.
-            self.acquiring(id).before = found;
+            self.acquiring(id).counts.before = found;
             self.send_acquire(now, id);
         } else {
             self.set_counts(now, id, found);
@@ -217,13 +223,13 @@ impl Engine {
     }
 
     /// Another owner holds the lock.
-    fn contended(&mut self, now: Time, id: OpId, ttl: Option<Duration>) {
+    fn contended(&mut self, now: Time, id: OpId, held: Held) {
         self.stats.contended_attempts += 1;
         let (entry, request) = (self.ops[id].entry, self.ops[id].request);
         let lock = self.entries[entry].lock;
         self.lose_live(now, entry, LostReason::Gone);
         if self.locks[lock].attempt == Some(id) {
-            self.attempt_was_contended(now, lock, id, ttl);
+            self.attempt_was_contended(now, lock, id, held);
             self.lock_was_answered(now, lock, request);
         }
         if let Some(Request::Acquire(request)) =
@@ -258,12 +264,14 @@ impl Engine {
     }
 
     /// Records what the server granted.
-    fn granted(&mut self, now: Time, id: OpId) {
+    fn granted(&mut self, now: Time, id: OpId, token: Option<i64>) {
         self.stats.grants += 1;
         let op = &self.ops[id];
         let (entry, kind, sent, request) = (op.entry, op.kind, op.sent, op.request);
         let acquire = self.acquiring(id);
-        let (mode, task, count) = (acquire.mode, acquire.task, acquire.target);
+        let (mode, task, count) = (acquire.mode, acquire.task, acquire.counts.target);
+        // The owner held the lock without a break since the token that was known then.
+        let token = token.or(acquire.token);
         let lease = self.lease_of(mode);
         let proof = sent + lease.provable();
         // The record may have run out while the reply was under way: then the older guards are
@@ -282,6 +290,7 @@ impl Engine {
         });
         let record = &mut self.tenures[tenure];
         record.count = count;
+        record.token = record.token.or(token);
         record.cell.extend(proof);
         record.ends = record.ends.max(sent + lease.duration());
         let cell = HoldCell::new(Arc::clone(&record.cell));

@@ -94,14 +94,14 @@ impl Engine {
         forcing.inspections += 1;
         forcing.victim = None;
         forcing.op = None;
-        let name = forcing.keys.name.clone();
+        let keys = forcing.keys.clone();
         if forcing.inspections > INSPECTIONS {
             // Another owner held the lock at each inspection. A call that names no owner must not
             // run twice.
             forcing.victim = Some(Bytes::new());
-            self.lose_selected(now, &name, |_, _| true);
+            self.lose_selected(now, &keys, |_, _| true);
         } else {
-            let lock = self.lock_ids.get(&name).map(|lock| &self.locks[*lock]);
+            let lock = self.lock_ids.get(&keys).map(|lock| &self.locks[*lock]);
             let earlier = lock.map(|lock| lock.tenures.clone()).unwrap_or_default();
             if let Some(forcing) = self.forcing(id) {
                 forcing.earlier = earlier;
@@ -177,7 +177,7 @@ impl Engine {
         }
         let Some(owner) = owner else {
             // A tenure that began before the inspection and that the server does not have is lost.
-            self.lose_selected(now, &keys.name, |tenure, _| earlier.contains(&tenure));
+            self.lose_selected(now, &keys, |tenure, _| earlier.contains(&tenure));
             return self.complete(id, Outcome::Freed(false));
         };
         let own = thread_of(&owner, self.settings.client_id)
@@ -200,7 +200,7 @@ impl Engine {
                 self.enqueue_op(now, op);
             }
             None => {
-                self.lose_selected(now, &keys.name, |tenure, field| {
+                self.lose_selected(now, &keys, |tenure, field| {
                     field == &owner || earlier.contains(&tenure)
                 });
                 if let Some(forcing) = self.forcing(id) {
@@ -242,12 +242,9 @@ impl Engine {
         }
         self.timers.clear(Timer::Request(request));
         let entry = &self.entries[op.entry];
-        let (name, owner) = (
-            self.locks[entry.lock].keys.name.clone(),
-            entry.field.clone(),
-        );
+        let (keys, owner) = (self.locks[entry.lock].keys.clone(), entry.field.clone());
         // The owners are notified before another owner can acquire the lock.
-        self.lose_selected(now, &name, |tenure, field| {
+        self.lose_selected(now, &keys, |tenure, field| {
             field == &owner || earlier.contains(&tenure)
         });
         self.ops[id].backoff = Backoff::new(now, self.settings.retry_timeout);
@@ -297,10 +294,10 @@ impl Engine {
     fn lose_selected(
         &mut self,
         now: Time,
-        name: &Bytes,
+        keys: &Keys,
         is_selected: impl Fn(TenureId, &Bytes) -> bool,
     ) {
-        let Some(lock) = self.lock_ids.get(name) else {
+        let Some(lock) = self.lock_ids.get(keys) else {
             return;
         };
         for id in self.locks[*lock].tenures.clone() {

@@ -17,6 +17,7 @@ use super::{Engine, EntryId, LockId, OpId, Purpose, RequestId, TenureId};
 use crate::config::DeadlockDetection;
 use crate::error::{Error, LostReason};
 use crate::keys::Keys;
+use crate::kind::Held;
 use crate::time::Time;
 use crate::wire::{Failure, Reply};
 
@@ -212,23 +213,20 @@ impl Engine {
         }
     }
 
-    /// The attempt in flight found the lock held by another owner, for so long if it is not
-    /// renewed.
-    pub(super) fn attempt_was_contended(
-        &mut self,
-        now: Time,
-        id: LockId,
-        op: OpId,
-        ttl: Option<Duration>,
-    ) {
+    /// The attempt in flight found the lock held by another owner.
+    pub(super) fn attempt_was_contended(&mut self, now: Time, id: LockId, op: OpId, held: Held) {
+        if self.locks[id].attempt != Some(op) {
+            return;
+        }
+        // A little later than the expiry.
+        let expiry = held
+            .ttl
+            .map(|ttl| now + (ttl + Duration::from_millis(1)).max(FLOOR));
+        let release = held.is_foreign.then(|| now + self.foreign_interval());
         let lock = &mut self.locks[id];
-        if lock.attempt == Some(op) {
-            lock.attempt = None;
-            if let Some(ttl) = ttl {
-                // A little later than the expiry.
-                let free_at = now + (ttl + Duration::from_millis(1)).max(FLOOR);
-                lock.recheck_at = lock.recheck_at.min(free_at);
-            }
+        lock.attempt = None;
+        for at in expiry.into_iter().chain(release) {
+            lock.recheck_at = lock.recheck_at.min(at);
         }
     }
 
@@ -319,6 +317,15 @@ impl Engine {
             }
             None => UNCONFIRMED.mul_f64(self.rng.random_range(0.8..1.0)),
         }
+    }
+
+    /// How long the head of a queue sleeps while another program holds the lock, which publishes no
+    /// release: the longer, the more locks are waited for.
+    fn foreign_interval(&mut self) -> Duration {
+        const INTERVAL: Duration = Duration::from_millis(100);
+        const EACH: Duration = Duration::from_millis(1);
+        let all = EACH * u32::try_from(self.channels.len()).unwrap_or(u32::MAX);
+        INTERVAL.max(all).mul_f64(self.rng.random_range(0.8..1.0))
     }
 
     /// Looks, once for each request that has to wait, whether its task holds the lock itself. If so
@@ -452,7 +459,7 @@ impl Engine {
             self.timers.clear(Timer::Lock(id));
             self.forget_listener(id);
             if let Some(lock) = self.locks.remove(id) {
-                self.lock_ids.remove(&lock.keys.name);
+                self.lock_ids.remove(&lock.keys);
             }
         }
     }

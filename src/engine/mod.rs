@@ -146,7 +146,7 @@ pub(crate) struct Engine {
     rng: StdRng,
     closing: Option<Closing>,
     locks: SlotMap<LockId, Lock>,
-    lock_ids: HashMap<Bytes, LockId>,
+    lock_ids: HashMap<Keys, LockId>,
     entries: SlotMap<EntryId, Entry>,
     entry_ids: HashMap<(LockId, i64), EntryId>,
     ops: SlotMap<OpId, Op>,
@@ -271,11 +271,11 @@ impl Engine {
 
     /// The lock of that name, made if need be.
     fn lock_id(&mut self, keys: &Keys) -> LockId {
-        if let Some(id) = self.lock_ids.get(&keys.name) {
+        if let Some(id) = self.lock_ids.get(keys) {
             return *id;
         }
         let id = self.locks.insert(Lock::new(keys.clone()));
-        self.lock_ids.insert(keys.name.clone(), id);
+        self.lock_ids.insert(keys.clone(), id);
         id
     }
 
@@ -294,7 +294,7 @@ impl Engine {
 
     /// The entry of a lock and an owner, if it is in use.
     fn entry_in_use(&self, keys: &Keys, owner: Owner) -> Option<EntryId> {
-        let lock = self.lock_ids.get(&keys.name)?;
+        let lock = self.lock_ids.get(keys)?;
         self.entry_ids.get(&(*lock, owner.thread_id())).copied()
     }
 

@@ -94,7 +94,7 @@ impl Engine {
                 let first = &self.tenures[batch[0]];
                 let is_refused = tenure.is_refused || first.is_refused;
                 !is_refused
-                    && first.kind == tenure.kind
+                    && first.kind.is_renewed_with(tenure.kind)
                     && batch.len() < self.settings.renewal_batch
             });
             match last {

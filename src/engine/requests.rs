@@ -7,7 +7,7 @@ use super::errors;
 use super::force_unlock::Forcing;
 use super::notice::Notice;
 use super::queries::Query;
-use super::tenure::Mode;
+use super::tenure::{Hold, Mode};
 use super::timers::Timer;
 use super::{Engine, EntryId, Event, HoldId, OpId, RequestId};
 use crate::config::LeaseTime;
@@ -44,6 +44,8 @@ pub(crate) enum Wait {
 pub(crate) struct Grant {
     pub(crate) hold: HoldId,
     pub(crate) cell: Arc<HoldCell>,
+    /// The fencing token of the tenure, if the request asked for one.
+    pub(crate) token: Option<i64>,
 }
 
 /// What came of a request.
@@ -169,7 +171,8 @@ impl Engine {
             self.forget_acquire(id);
             return Err(self.closed());
         };
-        let cell = Arc::clone(&self.holds[hold].cell);
+        let Hold { cell, tenure, .. } = &self.holds[hold];
+        let (cell, token) = (Arc::clone(cell), self.tenures[*tenure].token);
         let lock = self.entries[entry].lock;
         self.locks[lock].has_unclaimed = false;
         // The grant may have taken longer to arrive than it was good for.
@@ -180,7 +183,7 @@ impl Engine {
             return Err(error);
         }
         self.forget_acquire(id);
-        Ok(Grant { hold, cell })
+        Ok(Grant { hold, cell, token })
     }
 
     /// The caller of an unclaimed request polls again: the request is repeated, by one attempt past

@@ -40,6 +40,8 @@ pub(super) struct Tenure {
     pub(super) count: i64,
     /// The part of it that was there before us (an owner that was handed over).
     pub(super) base: i64,
+    /// The fencing token, once a hold asked for it.
+    pub(super) token: Option<i64>,
     /// When the script that began it was sent.
     pub(super) began: Time,
     /// When the last confirmed script's lease is over, with no margin.
@@ -102,6 +104,7 @@ impl Tenure {
             holds: Vec::with_capacity(1),
             count: base,
             base,
+            token: None,
             began,
             ends: began,
             due: Time::MAX,

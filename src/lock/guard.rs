@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::future::poll_fn;
+use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -11,6 +12,7 @@ use pin_project_lite::pin_project;
 use tracing::Instrument;
 use tracing::instrument::Instrumented;
 
+use super::kinds::{Fenced, LockKind, Reentrant, ReentrantKind};
 use crate::driver::Clock;
 use crate::engine::{Grant, Outcome};
 use crate::error::{Error, LostReason};
@@ -37,16 +39,17 @@ use crate::owner::{Owner, OwnerExt, TaskKey, WithOwner};
 /// # Ok(()) }
 /// ```
 #[must_use = "a guard that is dropped at once releases the lock at once"]
-pub struct LockGuard {
+pub struct LockGuard<K = Reentrant> {
     client: Arc<Handle>,
     keys: Keys,
     owner: Owner,
     grant: Grant,
     /// Whether the hold is released, or kept without a guard.
     is_settled: bool,
+    kind: PhantomData<fn() -> K>,
 }
 
-impl LockGuard {
+impl<K: LockKind> LockGuard<K> {
     pub(crate) fn new(client: Arc<Handle>, keys: Keys, owner: Owner, grant: Grant) -> Self {
         Self {
             client,
@@ -54,6 +57,7 @@ impl LockGuard {
             owner,
             grant,
             is_settled: false,
+            kind: PhantomData,
         }
     }
 
@@ -67,21 +71,6 @@ impl LockGuard {
     #[must_use]
     pub fn owner(&self) -> Owner {
         self.owner
-    }
-
-    /// How many holds the owner has on the lock, by this client's record: 1, and one more for each
-    /// re-entry. 0 once the lock is lost.
-    ///
-    /// It sends nothing. [`ReentrantLock::hold_count_of`](crate::ReentrantLock::hold_count_of) asks
-    /// the server.
-    #[must_use]
-    pub fn hold_count(&self) -> u64 {
-        let hold = self.grant.hold;
-        let count = self
-            .client
-            .driver
-            .apply(|engine, now| engine.hold_count(now, hold));
-        count.unwrap_or_default()
     }
 
     /// How much longer the lock is certain to be held: by this process's clock, counted from the
@@ -117,7 +106,7 @@ impl LockGuard {
     ///
     /// # Cancel safety
     /// It changes nothing, so it can be dropped at any time.
-    pub fn lost(&self) -> impl Future<Output = LostReason> + Send + use<> {
+    pub fn lost(&self) -> impl Future<Output = LostReason> + Send + use<K> {
         let (clock, mut waiter) = (self.clock(), LossWaiter::new(Arc::clone(&self.grant.cell)));
         poll_fn(move |cx| waiter.poll(clock.now(), cx))
     }
@@ -197,6 +186,70 @@ impl LockGuard {
         }
     }
 
+    /// Runs the future under the lock and releases the lock.
+    pub(crate) async fn run_and_unlock<F: Future>(self, future: F) -> Result<F::Output, Error> {
+        let output = self.guarded(future).await?;
+        self.unlock_after(output).await
+    }
+
+    /// Releases the lock under which the output was made.
+    pub(crate) async fn unlock_after<T>(self, output: T) -> Result<T, Error> {
+        let (lock, client) = (self.name().to_owned(), Arc::clone(&self.client));
+        match self.release(false).await {
+            Err(error @ Error::Lost { .. }) => Err(error),
+            Err(error) => {
+                if !matches!(error, Error::OutcomeUnknown { .. }) {
+                    // Only the counter reports it.
+                    let _ = client
+                        .driver
+                        .apply(|engine, _| engine.count_failed_release());
+                }
+                // The work is done, and was done under the lock: that is what the caller has to
+                // know.
+                tracing::warn!(%lock, %error, "a release was not confirmed, the lease will expire");
+                Ok(output)
+            }
+            Ok(()) => Ok(output),
+        }
+    }
+
+    pub(crate) fn guarded<F: Future>(&self, future: F) -> Guarded<F> {
+        let future = if K::KIND.is_reentrant() {
+            future.with_owner(self.owner)
+        } else {
+            // Nothing re-enters by this owner, so that of the surrounding scope stays.
+            future.in_current_owner()
+        };
+        let span = tracing::debug_span!(
+            "run",
+            lock = %self.name(),
+            owner = %self.client.field(self.owner),
+        );
+        Guarded {
+            lock: self.keys.clone(),
+            clock: self.clock(),
+            lost: LossWaiter::new(Arc::clone(&self.grant.cell)),
+            future: Some(future.instrument(span)),
+        }
+    }
+}
+
+impl<K: ReentrantKind> LockGuard<K> {
+    /// How many holds the owner has on the lock, by this client's record: 1, and one more for each
+    /// re-entry. 0 once the lock is lost.
+    ///
+    /// It sends nothing. [`ReentrantLock::hold_count_of`](crate::ReentrantLock::hold_count_of) asks
+    /// the server.
+    #[must_use]
+    pub fn hold_count(&self) -> u64 {
+        let hold = self.grant.hold;
+        let count = self
+            .client
+            .driver
+            .apply(|engine, now| engine.hold_count(now, hold));
+        count.unwrap_or_default()
+    }
+
     /// Keeps the hold without a guard, and returns the owner that can unlock it.
     ///
     /// The lock stays held, and renewed if it was acquired without a lease, until
@@ -231,50 +284,35 @@ impl LockGuard {
             .apply(|engine, now| engine.detach(now, hold));
         self.owner
     }
+}
 
-    /// Runs the future under the lock and releases the lock.
-    pub(crate) async fn run_and_unlock<F: Future>(self, future: F) -> Result<F::Output, Error> {
-        let output = self.guarded(future).await?;
-        self.unlock_after(output).await
-    }
-
-    /// Releases the lock under which the output was made.
-    pub(crate) async fn unlock_after<T>(self, output: T) -> Result<T, Error> {
-        let (lock, client) = (self.name().to_owned(), Arc::clone(&self.client));
-        match self.release(false).await {
-            Err(error @ Error::Lost { .. }) => Err(error),
-            Err(error) => {
-                if !matches!(error, Error::OutcomeUnknown { .. }) {
-                    // Only the counter reports it.
-                    let _ = client
-                        .driver
-                        .apply(|engine, _| engine.count_failed_release());
-                }
-                // The work is done, and was done under the lock: that is what the caller has to
-                // know.
-                tracing::warn!(%lock, %error, "a release was not confirmed, the lease will expire");
-                Ok(output)
-            }
-            Ok(()) => Ok(output),
-        }
-    }
-
-    pub(crate) fn guarded<F: Future>(&self, future: F) -> Guarded<F> {
-        let span = tracing::debug_span!(
-            "run",
-            lock = %self.name(),
-            owner = %self.client.field(self.owner),
-        );
-        Guarded {
-            lock: self.keys.clone(),
-            clock: self.clock(),
-            lost: LossWaiter::new(Arc::clone(&self.grant.cell)),
-            future: Some(future.with_owner(self.owner()).instrument(span)),
-        }
+impl LockGuard<Fenced> {
+    /// The fencing token: greater than the token of each guard before, of any owner, whose hold had
+    /// ended. All holds of one tenure have the same token.
+    ///
+    /// Send it along with each access to what the lock protects, and have that refuse a token below
+    /// the highest that it has seen. An owner that has lost the lock without knowing it yet then
+    /// changes nothing any more.
+    ///
+    /// It is the number that Redisson's `RFencedLock.lockAndGetToken` returns (3.19.0 and later).
+    /// Redisson raises it with each re-entry as well. The counter is the key
+    /// `redisson_lock_token:{NAME}`; it has no expiry, and begins again if it is deleted.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::FencedLock) -> Result<(), redisson_lock::Error> {
+    /// let first = lock.run_with(async |guard| guard.token()).await?;
+    /// let second = lock.run_with(async |guard| guard.token()).await?;
+    /// assert!(first < second);
+    /// # Ok(()) }
+    /// ```
+    #[must_use]
+    pub fn token(&self) -> i64 {
+        // The grant of a fenced lock has one, which is 0 if the counter said so.
+        self.grant.token.unwrap_or_default()
     }
 }
 
-impl LockGuard {
+impl<K> LockGuard<K> {
     fn clock(&self) -> Clock {
         self.client.driver.clock
     }
@@ -284,7 +322,7 @@ impl LockGuard {
     }
 }
 
-impl Drop for LockGuard {
+impl<K> Drop for LockGuard<K> {
     fn drop(&mut self) {
         if !self.is_settled {
             let hold = self.grant.hold;
@@ -296,10 +334,10 @@ impl Drop for LockGuard {
     }
 }
 
-impl fmt::Debug for LockGuard {
+impl<K> fmt::Debug for LockGuard<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LockGuard")
-            .field("lock", &self.name())
+            .field("lock", &self.keys.name())
             .field("owner", &self.client.field(self.owner))
             .field("lost", &self.loss())
             .finish_non_exhaustive()

@@ -1,5 +1,6 @@
-//! The public types of locks, one file each, with their requests and guards.
+//! The public types of locks, their requests and guards.
 
 pub(crate) mod guard;
-pub(crate) mod reentrant;
+pub(crate) mod handle;
+pub(crate) mod kinds;
 pub(crate) mod request;

@@ -1,6 +1,7 @@
 //! Requests for a lock: options that become a future when they are awaited.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ use tracing::Instrument;
 use tracing::field::{Empty, debug};
 
 use super::guard::LockGuard;
+use super::kinds::{LockKind, Reentrant};
 use crate::config::{LeaseTime, WaitTime};
 use crate::driver::Acquisition;
 use crate::engine::{AcquireRequest, Outcome, Wait};
@@ -35,10 +37,10 @@ use crate::owner::{Owner, TaskKey};
 /// # }
 /// ```
 #[must_use = "a request does nothing until it is awaited"]
-pub struct LockRequest(Options);
+pub struct LockRequest<K = Reentrant>(Options<K>);
 
-impl LockRequest {
-    pub(crate) fn new(options: Options) -> Self {
+impl<K: LockKind> LockRequest<K> {
+    pub(crate) fn new(options: Options<K>) -> Self {
         Self(options)
     }
 
@@ -94,7 +96,7 @@ impl LockRequest {
     /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
     pub async fn run_with<F, T>(self, work: F) -> Result<T, Error>
     where
-        F: AsyncFnOnce(&LockGuard) -> T,
+        F: AsyncFnOnce(&LockGuard<K>) -> T,
     {
         let guard = self.await?;
         let output = guard.guarded(async { work(&guard).await }).await?;
@@ -102,8 +104,8 @@ impl LockRequest {
     }
 }
 
-impl IntoFuture for LockRequest {
-    type Output = Result<LockGuard, Error>;
+impl<K: LockKind> IntoFuture for LockRequest<K> {
+    type Output = Result<LockGuard<K>, Error>;
     type IntoFuture = BoxFuture<'static, Self::Output>;
 
     fn into_future(self) -> Self::IntoFuture {
@@ -130,10 +132,10 @@ impl IntoFuture for LockRequest {
 /// # }
 /// ```
 #[must_use = "a request does nothing until it is awaited"]
-pub struct TryLockRequest(Options);
+pub struct TryLockRequest<K = Reentrant>(Options<K>);
 
-impl TryLockRequest {
-    pub(crate) fn new(options: Options, timeout: Duration) -> Self {
+impl<K: LockKind> TryLockRequest<K> {
+    pub(crate) fn new(options: Options<K>, timeout: Duration) -> Self {
         Self(Options {
             timeout: Some(timeout),
             ..options
@@ -182,7 +184,7 @@ impl TryLockRequest {
     /// As [`run`](Self::run).
     pub async fn run_with<F, T>(self, work: F) -> Result<Option<T>, Error>
     where
-        F: AsyncFnOnce(&LockGuard) -> T,
+        F: AsyncFnOnce(&LockGuard<K>) -> T,
     {
         match self.await? {
             Some(guard) => {
@@ -194,8 +196,8 @@ impl TryLockRequest {
     }
 }
 
-impl IntoFuture for TryLockRequest {
-    type Output = Result<Option<LockGuard>, Error>;
+impl<K: LockKind> IntoFuture for TryLockRequest<K> {
+    type Output = Result<Option<LockGuard<K>>, Error>;
     type IntoFuture = BoxFuture<'static, Self::Output>;
 
     fn into_future(self) -> Self::IntoFuture {
@@ -203,13 +205,13 @@ impl IntoFuture for TryLockRequest {
     }
 }
 
-impl fmt::Debug for LockRequest {
+impl<K> fmt::Debug for LockRequest<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.debug(f.debug_struct("LockRequest"))
     }
 }
 
-impl fmt::Debug for TryLockRequest {
+impl<K> fmt::Debug for TryLockRequest<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.debug(f.debug_struct("TryLockRequest"))
     }
@@ -217,33 +219,35 @@ impl fmt::Debug for TryLockRequest {
 
 /// What each request knows. Bad input is kept until the request is awaited, so that nothing is
 /// sent.
-pub(crate) struct Options {
+pub(crate) struct Options<K> {
     client: Arc<Handle>,
     keys: Result<Keys, Error>,
-    kind: Kind,
     lease: Option<Duration>,
     timeout: Option<Duration>,
+    kind: PhantomData<fn() -> K>,
 }
 
-impl Options {
-    pub(crate) fn new(client: Arc<Handle>, keys: Result<Keys, Error>, kind: Kind) -> Self {
+impl<K> Options<K> {
+    pub(crate) fn new(client: Arc<Handle>, keys: Result<Keys, Error>) -> Self {
         Self {
             client,
             keys,
-            kind,
             lease: None,
             timeout: None,
+            kind: PhantomData,
         }
     }
+}
 
-    fn lock(self) -> BoxFuture<'static, Result<LockGuard, Error>> {
+impl<K: LockKind> Options<K> {
+    fn lock(self) -> BoxFuture<'static, Result<LockGuard<K>, Error>> {
         async move {
-            let (client, kind) = (Arc::clone(&self.client), self.kind);
+            let client = Arc::clone(&self.client);
             let timeout = self.timeout.unwrap_or_default();
             match self.acquire().await? {
                 (Some(guard), _) => Ok(guard),
                 (None, keys) => Err(Error::AcquireTimeout {
-                    held_by: held_by(&client, &keys, kind).await,
+                    held_by: held_by(&client, &keys, K::KIND).await,
                     lock: keys.display(),
                     timeout,
                 }),
@@ -252,13 +256,13 @@ impl Options {
         .boxed()
     }
 
-    fn try_lock(self) -> BoxFuture<'static, Result<Option<LockGuard>, Error>> {
+    fn try_lock(self) -> BoxFuture<'static, Result<Option<LockGuard<K>>, Error>> {
         async move { Ok(self.acquire().await?.0) }.boxed()
     }
 
     /// Called in the first poll: the owner is the one of the code that polls, not of the code that
     /// made the request.
-    async fn acquire(self) -> Result<(Option<LockGuard>, Keys), Error> {
+    async fn acquire(self) -> Result<(Option<LockGuard<K>>, Keys), Error> {
         let keys = self.keys?;
         let lease = match self.lease {
             None => None,
@@ -281,10 +285,13 @@ impl Options {
             }
         };
         let client = self.client;
-        let owner = client.owner_policy.current().unwrap_or_else(Owner::new);
+        let current = client.owner_policy.current();
+        let owner = current
+            .filter(|_| K::KIND.is_reentrant())
+            .unwrap_or_else(Owner::new);
         let request = AcquireRequest {
             keys: keys.clone(),
-            kind: self.kind,
+            kind: K::KIND,
             owner,
             lease,
             wait,
@@ -319,7 +326,9 @@ impl Options {
             Acquisition::Contended => Ok((None, keys)),
         }
     }
+}
 
+impl<K> Options<K> {
     fn debug(&self, mut debug: fmt::DebugStruct<'_, '_>) -> fmt::Result {
         match &self.keys {
             Ok(keys) => debug.field("lock", &keys.name()),

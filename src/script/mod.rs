@@ -1,6 +1,6 @@
 //! Scripts: their text, their SHA-1, and the layout of their arguments and replies.
 //!
-//! Every script in `lua/` has the same layout: one key and a fixed row of arguments for each lock,
+//! Every script in `lua/` has the same layout: the keys and a fixed row of arguments for each lock,
 //! and a pair of values (code, detail) for each lock in the reply. So one script serves a single
 //! lock as well as a batch.
 
@@ -65,11 +65,11 @@ pub(crate) struct Batch {
 }
 
 impl Batch {
-    /// Adds a lock with its row of arguments. Each has its name beside it, which debug builds
-    /// compare with the script's row.
-    pub(crate) fn row<const N: usize>(
+    /// Adds a lock: its keys, and its row of arguments. Each has its name beside it, which debug
+    /// builds compare with the script's row.
+    pub(crate) fn row<const K: usize, const N: usize>(
         mut self,
-        key: Bytes,
+        keys: [Bytes; K],
         row: [(&'static str, Bytes); N],
     ) -> Self {
         debug_assert!(
@@ -78,7 +78,7 @@ impl Batch {
             self.script.name,
             self.script.row,
         );
-        self.keys.push(key);
+        self.keys.extend(keys);
         self.args.extend(row.into_iter().map(|(_, value)| value));
         self
     }
@@ -338,8 +338,11 @@ mod properties {
             let answered = numbers(&reply, 1).map(|answered| answered[0]);
             let has_code = |wanted: i64| matches!(answered, Some((code, Some(_))) if code == wanted);
             match Kind::Reentrant.acquired(reply.clone()) {
-                Ok(Acquired::Granted) => prop_assert!(has_code(1)),
-                Ok(Acquired::Held(_)) => prop_assert!(has_code(0)),
+                Ok(Acquired::Granted(_)) => prop_assert!(has_code(1)),
+                Ok(Acquired::Held(held)) => {
+                    let code = if held.is_foreign { 4 } else { 0 };
+                    prop_assert!(has_code(code));
+                }
                 Ok(Acquired::Other(count)) => prop_assert_eq!(answered, Some((2, Some(count)))),
                 Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),

@@ -27,6 +27,7 @@ mod force_unlock_same_client;
 mod guard;
 mod input;
 mod inspection;
+mod kinds;
 mod layering;
 mod lease;
 mod load;

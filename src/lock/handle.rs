@@ -1,44 +1,90 @@
-//! The reentrant lock, Redisson's `RLock`.
+//! Locks by name: a handle for each kind.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::guard::LockGuard;
+use super::kinds::{Fenced, LockKind, Reentrant, ReentrantKind, Simple};
 use super::request::{LockRequest, Options, TryLockRequest};
 use crate::engine::{Engine, Outcome, RequestId};
 use crate::error::Error;
 use crate::handle::{Handle, failed};
 use crate::info::LockInfo;
 use crate::keys::Keys;
-use crate::kind::{Inspected, Kind};
+use crate::kind::Inspected;
 use crate::owner::Owner;
 use crate::time::Time;
 
 /// A reentrant lock that all clients of one server share, Java services with Redisson's `RLock`
-/// included.
-///
-/// [`LockClient::lock`](crate::LockClient::lock) makes one; it is cheap to clone. Making one sends
-/// nothing, and nothing has to be cleaned up. An invalid name is refused by the first operation.
+/// included. [`LockClient::lock`](crate::LockClient::lock) makes one.
 ///
 /// Which owner a hold belongs to, and when an acquisition re-enters, is described at [`Owner`].
-#[derive(Clone)]
-pub struct ReentrantLock {
+pub type ReentrantLock = Lock<Reentrant>;
+
+/// A reentrant lock whose guards have a [fencing token](LockGuard::token), Java services with
+/// Redisson's `RFencedLock` (3.19.0 and later) included.
+/// [`LockClient::fenced_lock`](crate::LockClient::fenced_lock) makes one.
+///
+/// A resource that the lock protects refuses an access with a token below the highest that it has
+/// seen: so the late write of an owner that has lost the lock does no harm. See
+/// [`docs::safety`](crate::docs::safety).
+///
+/// It is the [`ReentrantLock`] of the same name, on the same key: each excludes the other. Only the
+/// grants of fenced locks raise the token.
+///
+/// ```no_run
+/// # async fn write(_: &str, _token: i64) {}
+/// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {
+/// let guard = client.fenced_lock("report:7").lock().await?;
+/// write("report 7", guard.token()).await;
+/// guard.unlock().await
+/// # }
+/// ```
+pub type FencedLock = Lock<Fenced>;
+
+/// A lock that is not reentrant, in the form that many programs use: `SET key token NX PX`
+/// (<https://redis.io/docs/latest/commands/set/#patterns>), released by compare-and-delete.
+/// [`LockClient::simple_lock`](crate::LockClient::simple_lock) makes one.
+///
+/// It excludes such programs (the `Lock` of Python's redis-py is one) on the same key. Waiters of
+/// this library are woken by a message when another one releases the lock. Other programs publish
+/// no message, so while one of them holds the lock its waiters look every 0.1 s (less often while
+/// this process waits for more than 100 locks).
+///
+/// Each acquisition has an owner of its own, whatever scope surrounds it: a task that acquires the
+/// lock twice waits for itself (see [`DeadlockDetection`](crate::DeadlockDetection)).
+///
+/// ```no_run
+/// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {
+/// client.simple_lock("nightly").run(async { /* the job */ }).await
+/// # }
+/// ```
+pub type SimpleLock = Lock<Simple>;
+
+/// A lock by its name: a [`ReentrantLock`], a [`FencedLock`] or a [`SimpleLock`].
+///
+/// It is cheap to clone. Making one sends nothing, and nothing has to be cleaned up. An invalid
+/// name is refused by the first operation.
+pub struct Lock<K> {
     client: Arc<Handle>,
     name: Arc<str>,
     keys: Result<Keys, Error>,
+    kind: PhantomData<fn() -> K>,
 }
 
-impl ReentrantLock {
+impl<K: LockKind> Lock<K> {
     pub(crate) fn new(client: Arc<Handle>, name: &str) -> Self {
         Self {
             client,
             name: name.into(),
-            keys: Keys::reentrant(name),
+            keys: K::KIND.keys(name),
+            kind: PhantomData,
         }
     }
 
-    /// The name that was passed to [`LockClient::lock`](crate::LockClient::lock).
+    /// The name of the lock, as it was passed to the client.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -47,7 +93,8 @@ impl ReentrantLock {
     /// Acquires the lock, runs the future as its owner, and releases the lock: as a `synchronized`
     /// block does in Java.
     ///
-    /// Code that the future calls re-enters the lock: it locks it again without waiting. If the
+    /// Code that the future calls re-enters the lock, unless it is a [`SimpleLock`]: it locks it
+    /// again without waiting. If the
     /// lock is lost, the future is dropped where it stands, and the error is [`Error::Lost`]. The
     /// output is returned only if the lock was held for as long as the future ran. It waits for the
     /// lock without limit; `lock().timeout(..).run(..)` limits it.
@@ -72,7 +119,7 @@ impl ReentrantLock {
     pub fn run<F: Future>(
         &self,
         future: F,
-    ) -> impl Future<Output = Result<F::Output, Error>> + use<F> {
+    ) -> impl Future<Output = Result<F::Output, Error>> + use<F, K> {
         self.lock().run(future)
     }
 
@@ -91,9 +138,9 @@ impl ReentrantLock {
     ///
     /// # Cancel safety
     /// As [`run`](Self::run).
-    pub fn run_with<F, T>(&self, work: F) -> impl Future<Output = Result<T, Error>> + use<F, T>
+    pub fn run_with<F, T>(&self, work: F) -> impl Future<Output = Result<T, Error>> + use<F, T, K>
     where
-        F: AsyncFnOnce(&LockGuard) -> T,
+        F: AsyncFnOnce(&LockGuard<K>) -> T,
     {
         self.lock().run_with(work)
     }
@@ -118,7 +165,7 @@ impl ReentrantLock {
     pub fn try_run<F: Future>(
         &self,
         future: F,
-    ) -> impl Future<Output = Result<Option<F::Output>, Error>> + use<F> {
+    ) -> impl Future<Output = Result<Option<F::Output>, Error>> + use<F, K> {
         self.try_lock().run(future)
     }
 
@@ -169,7 +216,7 @@ impl ReentrantLock {
     /// # Cancel safety
     /// Dropping it removes the request from the queue and leaves nothing behind: a wake-up goes to
     /// the next request, and a grant that arrives later is released in the background.
-    pub fn lock(&self) -> LockRequest {
+    pub fn lock(&self) -> LockRequest<K> {
         LockRequest::new(self.options())
     }
 
@@ -194,7 +241,7 @@ impl ReentrantLock {
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
-    pub fn try_lock(&self) -> TryLockRequest {
+    pub fn try_lock(&self) -> TryLockRequest<K> {
         TryLockRequest::new(self.options(), Duration::ZERO)
     }
 
@@ -215,10 +262,119 @@ impl ReentrantLock {
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
-    pub fn try_lock_for(&self, timeout: Duration) -> TryLockRequest {
+    pub fn try_lock_for(&self, timeout: Duration) -> TryLockRequest<K> {
         TryLockRequest::new(self.options(), timeout)
     }
 
+    /// The state of the lock on the server: its owner, the owner's hold count and the time to live.
+    /// `None` if no owner holds it.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// match lock.inspect().await? {
+    ///     Some(info) => println!("{} is held by {info}", lock.name()),
+    ///     None => println!("{} is free", lock.name()),
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// * [`Error::InvalidName`]: nothing was sent.
+    /// * [`Error::Connection`], or [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect):
+    ///   the server did not answer.
+    /// * [`Error::Server`]: the key holds another type, or a hold count that is not a number.
+    /// * [`Error::Closed`], [`Error::ClientFailed`]: the client was shut down, or has failed.
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it can be dropped at any time.
+    pub async fn inspect(&self) -> Result<Option<LockInfo>, Error> {
+        let inspected = self.inspected().await?;
+        self.client.info(self.keys()?, &inspected)
+    }
+
+    /// Whether any owner holds the lock: whether its key exists.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// println!("{}", if lock.is_locked().await? { "held" } else { "free" });
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`inspect`](Self::inspect), without [`Error::Server`] for a key of another type.
+    ///
+    /// # Cancel safety
+    /// It changes nothing, so it can be dropped at any time.
+    pub async fn is_locked(&self) -> Result<bool, Error> {
+        Ok(self.inspected().await?.exists())
+    }
+
+    /// Frees the lock, whichever owner holds it, and wakes its waiters. Returns whether it was
+    /// held.
+    ///
+    /// For operators. An owner of this client is notified at once, another one with its next
+    /// renewal.
+    ///
+    /// It reads which owner holds the lock and frees that owner's tenure. For an owner of this
+    /// client the call is repeated if a reply is lost; for another one it is sent once, since a
+    /// repetition could free the owner's next tenure. If another owner holds the lock at each
+    /// inspection, it frees the lock whatever its owner, with a call that is sent once.
+    ///
+    /// ```no_run
+    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
+    /// if lock.force_unlock().await? {
+    ///     println!("{} was held and is free now", lock.name());
+    /// }
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    /// * [`Error::Server`]: the key holds another type, and stays.
+    /// * [`Error::OutcomeUnknown`]: a reply was lost; this call may have freed the lock. Calling
+    ///   again is safe.
+    /// * [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect) or
+    ///   [`Step::EarlierOperation`](crate::Step::EarlierOperation): nothing was freed.
+    /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`]: nothing was freed.
+    ///
+    /// # Cancel safety
+    /// Dropping it does not recall what was sent: the lock may be freed. For an owner of this
+    /// client, the background finishes what has begun.
+    pub async fn force_unlock(&self) -> Result<bool, Error> {
+        let keys = self.keys()?;
+        match self
+            .ask(|engine, now| engine.force_unlock(now, keys, K::KIND))
+            .await
+        {
+            Outcome::Freed(was_held) => Ok(was_held),
+            outcome => Err(failed(outcome)),
+        }
+    }
+
+    fn keys(&self) -> Result<&Keys, Error> {
+        self.keys.as_ref().map_err(Clone::clone)
+    }
+
+    fn options(&self) -> Options<K> {
+        Options::new(Arc::clone(&self.client), self.keys.clone())
+    }
+
+    async fn inspected(&self) -> Result<Inspected, Error> {
+        let keys = self.keys()?;
+        match self
+            .ask(|engine, now| engine.inspect(now, keys, K::KIND, None))
+            .await
+        {
+            Outcome::Inspected(inspected) => Ok(inspected),
+            outcome => Err(failed(outcome)),
+        }
+    }
+
+    async fn ask(&self, begin: impl FnOnce(&mut Engine, Time) -> RequestId) -> Outcome {
+        self.client.driver.submit(begin).outcome().await
+    }
+}
+
+impl<K: ReentrantKind> Lock<K> {
     /// Releases one detached hold of the current owner, as `RLock.unlock()` does in Java.
     ///
     /// For ported code, together with [`LockGuard::detach`], and for locks that another process
@@ -267,55 +423,12 @@ impl ReentrantLock {
             );
         };
         match self
-            .ask(|engine, now| engine.unlock(now, keys, Kind::Reentrant, owner))
+            .ask(|engine, now| engine.unlock(now, keys, K::KIND, owner))
             .await
         {
             Outcome::Done => Ok(()),
             outcome => Err(failed(outcome)),
         }
-    }
-
-    /// The state of the lock on the server: its owner, the owner's hold count and the time to live.
-    /// `None` if no owner holds it.
-    ///
-    /// ```no_run
-    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
-    /// match lock.inspect().await? {
-    ///     Some(info) => println!("{} is held by {info}", lock.name()),
-    ///     None => println!("{} is free", lock.name()),
-    /// }
-    /// # Ok(()) }
-    /// ```
-    ///
-    /// # Errors
-    /// * [`Error::InvalidName`]: nothing was sent.
-    /// * [`Error::Connection`], or [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect):
-    ///   the server did not answer.
-    /// * [`Error::Server`]: the key holds another type, or a hold count that is not a number.
-    /// * [`Error::Closed`], [`Error::ClientFailed`]: the client was shut down, or has failed.
-    ///
-    /// # Cancel safety
-    /// It changes nothing, so it can be dropped at any time.
-    pub async fn inspect(&self) -> Result<Option<LockInfo>, Error> {
-        let inspected = self.inspected().await?;
-        self.client.info(self.keys()?, &inspected)
-    }
-
-    /// Whether any owner holds the lock: whether its key exists.
-    ///
-    /// ```no_run
-    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
-    /// println!("{}", if lock.is_locked().await? { "held" } else { "free" });
-    /// # Ok(()) }
-    /// ```
-    ///
-    /// # Errors
-    /// As [`inspect`](Self::inspect), without [`Error::Server`] for a key of another type.
-    ///
-    /// # Cancel safety
-    /// It changes nothing, so it can be dropped at any time.
-    pub async fn is_locked(&self) -> Result<bool, Error> {
-        Ok(self.inspected().await?.exists())
     }
 
     /// Whether that owner of this client holds the lock, by the server's record.
@@ -359,7 +472,7 @@ impl ReentrantLock {
     pub async fn hold_count_of(&self, owner: Owner) -> Result<u64, Error> {
         let keys = self.keys()?;
         let count = match self
-            .ask(|engine, now| engine.count(now, keys, Kind::Reentrant, owner))
+            .ask(|engine, now| engine.count(now, keys, K::KIND, owner))
             .await
         {
             Outcome::Counted(count) => count,
@@ -372,75 +485,22 @@ impl ReentrantLock {
             error: format!("ERR the hold count is not a number: {count}").into(),
         })
     }
+}
 
-    /// Frees the lock, whichever owner holds it, and wakes its waiters. Returns whether it was
-    /// held.
-    ///
-    /// For operators. An owner of this client is notified at once, another one with its next
-    /// renewal.
-    ///
-    /// It reads which owner holds the lock and frees that owner's tenure. For an owner of this
-    /// client the call is repeated if a reply is lost; for another one it is sent once, since a
-    /// repetition could free the owner's next tenure. If another owner holds the lock at each
-    /// inspection, it frees the lock whatever its owner, with a call that is sent once.
-    ///
-    /// ```no_run
-    /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
-    /// if lock.force_unlock().await? {
-    ///     println!("{} was held and is free now", lock.name());
-    /// }
-    /// # Ok(()) }
-    /// ```
-    ///
-    /// # Errors
-    /// * [`Error::Server`]: the key holds another type, and stays.
-    /// * [`Error::OutcomeUnknown`]: a reply was lost; this call may have freed the lock. Calling
-    ///   again is safe.
-    /// * [`Error::Timeout`] with [`Step::Inspect`](crate::Step::Inspect) or
-    ///   [`Step::EarlierOperation`](crate::Step::EarlierOperation): nothing was freed.
-    /// * [`Error::InvalidName`], [`Error::Connection`], [`Error::Closed`]: nothing was freed.
-    ///
-    /// # Cancel safety
-    /// Dropping it does not recall what was sent: the lock may be freed. For an owner of this
-    /// client, the background finishes what has begun.
-    pub async fn force_unlock(&self) -> Result<bool, Error> {
-        let keys = self.keys()?;
-        match self
-            .ask(|engine, now| engine.force_unlock(now, keys, Kind::Reentrant))
-            .await
-        {
-            Outcome::Freed(was_held) => Ok(was_held),
-            outcome => Err(failed(outcome)),
+impl<K> Clone for Lock<K> {
+    fn clone(&self) -> Self {
+        Self {
+            client: Arc::clone(&self.client),
+            name: Arc::clone(&self.name),
+            keys: self.keys.clone(),
+            kind: PhantomData,
         }
-    }
-
-    fn keys(&self) -> Result<&Keys, Error> {
-        self.keys.as_ref().map_err(Clone::clone)
-    }
-
-    fn options(&self) -> Options {
-        Options::new(Arc::clone(&self.client), self.keys.clone(), Kind::Reentrant)
-    }
-
-    async fn inspected(&self) -> Result<Inspected, Error> {
-        let keys = self.keys()?;
-        match self
-            .ask(|engine, now| engine.inspect(now, keys, Kind::Reentrant, None))
-            .await
-        {
-            Outcome::Inspected(inspected) => Ok(inspected),
-            outcome => Err(failed(outcome)),
-        }
-    }
-
-    async fn ask(&self, begin: impl FnOnce(&mut Engine, Time) -> RequestId) -> Outcome {
-        self.client.driver.submit(begin).outcome().await
     }
 }
 
-impl fmt::Debug for ReentrantLock {
+impl<K: LockKind> fmt::Debug for Lock<K> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReentrantLock")
+        f.debug_struct(K::KIND.type_name())
             .field("name", &self.name)
             .finish_non_exhaustive()
     }
