@@ -21,8 +21,8 @@ pub enum Kind {
     Reentrant,
     /// Redisson's `RFencedLock`: the reentrant lock, on the same hash, whose grants have a token.
     Fenced,
-    /// A string with the owner, as `SET key token NX PX` leaves it. Each acquisition has an owner of
-    /// its own.
+    /// A string with the owner, as `SET key token NX PX` leaves it. Each acquisition has an owner
+    /// of its own.
     Simple,
 }
 

@@ -280,10 +280,11 @@ impl Model {
             {
                 Unlocked::NotHeldOrLost
             }
-            Unlocked::NotHeld => match self.unreported.get_mut(&entry).and_then(Vec::pop) {
-                Some(reason) => Unlocked::Lost(reason),
-                None => Unlocked::NotHeld,
-            },
+            Unlocked::NotHeld => {
+                let unreported = self.unreported.get_mut(&entry).and_then(Vec::pop);
+                let lost = unreported.or_else(|| self.lost_guard(owner, lock));
+                lost.map_or(Unlocked::NotHeld, Unlocked::Lost)
+            }
             Unlocked::NotHeldOrLost if has_unreported => {
                 self.uncertain.insert(entry);
                 Unlocked::NotHeldOrLost
@@ -320,6 +321,17 @@ impl Model {
             Some(_) => Unlocked::NotHeldOrLost,
             None => Unlocked::NotHeld,
         }
+    }
+
+    /// The loss of an earlier tenure that still has a guard, while the owner has no later one.
+    fn lost_guard(&self, owner: usize, lock: usize) -> Option<LostReason> {
+        if self.latest.contains_key(&(owner, lock)) {
+            return None;
+        }
+        let guarded = self.tenures.iter().rfind(|tenure| {
+            (tenure.owner, tenure.lock) == (owner, lock) && !tenure.holds.is_empty()
+        });
+        guarded.and_then(|tenure| tenure.lost)
     }
 
     fn unlock_unrecorded(&mut self, owner: usize, lock: usize) -> Unlocked {
