@@ -12,7 +12,7 @@ use tokio::sync::broadcast::error::RecvError;
 use super::Settings;
 use super::connection::Connection;
 use super::frames::read;
-use crate::error::Error;
+use crate::error::{Error, ServerErrorKind};
 use crate::wire::{Failure, Reply};
 
 /// What the server published.
@@ -179,11 +179,13 @@ impl PubSub {
     }
 
     /// Sends PINGs until the reply to one of them arrives: then every earlier reply has been read.
-    /// A server that is busy with a script refuses PING; this waits until it is idle.
+    /// A server that is busy with a script refuses PING; this waits until it is idle. One that cannot
+    /// save its data refuses PING, too, and no other command that is sent here, so its refusals are
+    /// replies to PINGs.
     async fn drain_replies(&mut self) -> Result<(), ()> {
         const TRIES: usize = 4;
         const PAUSE: Duration = Duration::from_millis(100);
-        let mut tries = 0;
+        let (mut tries, mut refusals) = (0, 0);
         while tries < TRIES {
             self.nonce += 1;
             let nonce = format!("redisson-lock:{}", self.nonce);
@@ -195,6 +197,14 @@ impl PubSub {
                 .await;
             match echo.map(read) {
                 Ok(Ok(Reply::Text(text))) if text == nonce => return Ok(()),
+                Ok(Err(Failure::Server(error)))
+                    if error.kind() == ServerErrorKind::Misconfigured =>
+                {
+                    refusals += 1;
+                    if refusals == TRIES {
+                        return Ok(());
+                    }
+                }
                 Ok(Err(failure)) if failure.is_transient() => tokio::time::sleep(PAUSE).await,
                 Ok(_) => tries += 1,
                 Err(_) => return Err(()),

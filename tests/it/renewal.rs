@@ -3,10 +3,13 @@
 
 use std::time::{Duration, Instant};
 
+use crate::support::log::Log;
+use crate::support::observe::scripts;
 use crate::support::proxy::{Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until_async};
 use redisson_lock::{LockClient, LockGuard};
 use tokio::time::{sleep, timeout};
+use tracing::Level;
 
 const SOON: Duration = Duration::from_secs(10);
 
@@ -139,4 +142,90 @@ async fn is_renewed(guard: &LockGuard) -> bool {
     })
     .await;
     !guard.is_lost()
+}
+
+/// A server that lacks replicas, or that cannot save its data, refuses each write. That concerns no
+/// single lock: batches stay batches, and one warning is enough.
+async fn assert_one_outage(
+    server: &Server,
+    begin: impl FnOnce(&mut redis::Connection),
+    end: &[&str],
+) {
+    const LOCKS: usize = 300;
+    let mut redis = server.connection();
+    let log = Log::capture();
+    let client = LockClient::builder()
+        .watchdog_timeout(STALL_WATCHDOG)
+        .connect(&server.url())
+        .await
+        .unwrap();
+    let mut guards = Vec::new();
+    for _ in 0..LOCKS {
+        guards.push(client.lock(unique("stock")).lock().await.unwrap());
+    }
+    begin(&mut redis);
+    let outages = || log.with("renewals get no reply").len();
+    wait_until_async("the outage is reported", SOON, || async { outages() > 0 }).await;
+    let before = scripts(&mut redis);
+    sleep(ms(1_000)).await;
+    let calls = scripts(&mut redis) - before;
+    redis::cmd("CONFIG")
+        .arg("SET")
+        .arg(end)
+        .exec(&mut redis)
+        .unwrap();
+    wait_until_async("the end of the outage is reported", SOON, || async {
+        !log.with("renewals get replies again").is_empty()
+    })
+    .await;
+    // Three batches each 300 ms; one call for each lock would be 100 times as many.
+    assert!(calls < 60, "{calls} script calls in a second");
+    assert_eq!(outages(), 1);
+    assert_eq!(
+        log.from(Level::WARN).len(),
+        1,
+        "{:?}",
+        log.from(Level::WARN)
+    );
+    let lost = guards.iter().filter(|guard| guard.is_lost()).count();
+    assert_eq!(lost, 0);
+    drop(guards);
+    client.shutdown().await.unwrap();
+}
+
+#[tokio::test]
+async fn missing_replicas_are_one_outage() {
+    let server = Server::start();
+    let begin = |redis: &mut redis::Connection| {
+        let setting = ["SET", "min-replicas-to-write", "1"];
+        redis::cmd("CONFIG").arg(&setting).exec(redis).unwrap();
+    };
+    assert_one_outage(&server, begin, &["min-replicas-to-write", "0"]).await;
+}
+
+#[tokio::test]
+async fn failed_snapshot_is_one_outage() {
+    let server = Server::start();
+    let begin = |redis: &mut redis::Connection| {
+        let mut setting = |name: &str| -> String {
+            let (_, value): (String, String) = redis::cmd("CONFIG")
+                .arg(&["GET", name])
+                .query(redis)
+                .unwrap();
+            value
+        };
+        // A folder of its name is in the way of the snapshot.
+        let path = format!("{}/{}", setting("dir"), setting("dbfilename"));
+        std::fs::create_dir(path).unwrap();
+        let settings = [
+            "SET",
+            "save",
+            "3600 100000",
+            "stop-writes-on-bgsave-error",
+            "yes",
+        ];
+        redis::cmd("CONFIG").arg(&settings).exec(redis).unwrap();
+        redis::cmd("BGSAVE").exec(redis).unwrap();
+    };
+    assert_one_outage(&server, begin, &["stop-writes-on-bgsave-error", "no"]).await;
 }

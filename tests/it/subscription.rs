@@ -227,3 +227,78 @@ async fn waiters_over_slow_link_are_subscribed_with_few_commands() {
     let took = released.elapsed();
     assert!(took < ms(5_000), "{took:?}");
 }
+
+/// Each connection that is given up while it is slow would be one more, and one more wake-up of each
+/// waiter.
+#[tokio::test(flavor = "multi_thread")]
+async fn lost_connection_for_messages_is_replaced_once_over_slow_link() {
+    const LOCKS: usize = 20;
+    let server = Server::start();
+    let mut redis = server.connection();
+    let proxy = Proxy::start(&server).await;
+    let owner = LockClient::connect(&server.url()).await.unwrap();
+    let client = LockClient::connect(&proxy.url()).await.unwrap();
+    let names: Vec<_> = (0..LOCKS).map(|_| unique("stock")).collect();
+    let mut guards = Vec::new();
+    for name in &names {
+        guards.push(owner.lock(name).lock().lease(SOON * 10).await.unwrap());
+    }
+    let waiters: Vec<_> = names.iter().map(|name| rival(&client, name)).collect();
+    wait_until("all are subscribed", SOON, || channels(&mut redis) == LOCKS);
+    proxy.set(Way::Both, Flow::Delay(ms(40)));
+    // What the confirmations caused is over.
+    sleep(ms(1_000)).await;
+    let connected =
+        |redis: &mut redis::Connection| info(redis, "stats", "total_connections_received:", "");
+    let (connections, calls) = (connected(&mut redis), scripts(&mut redis));
+    redis::cmd("CLIENT")
+        .arg(&["KILL", "TYPE", "pubsub"])
+        .exec(&mut redis)
+        .unwrap();
+    wait_until("all are subscribed again", SOON, || {
+        channels(&mut redis) == LOCKS
+    });
+    sleep(ms(1_500)).await;
+    let connections = connected(&mut redis) - connections;
+    assert!(connections <= 2, "{connections} new connections");
+    let calls = scripts(&mut redis) - calls;
+    // One for the interruption, one for the confirmation.
+    assert!(
+        calls <= 3 * LOCKS as u64,
+        "{calls} script calls for {LOCKS} waiters"
+    );
+    drop(guards);
+    for waiter in waiters {
+        drop(timeout(SOON, waiter).await.expect("a grant").unwrap());
+    }
+}
+
+/// The next waiter often comes soon, so a subscription is kept for a moment.
+#[tokio::test(flavor = "multi_thread")]
+async fn channel_is_kept_between_waiters() {
+    const ROUNDS: u64 = 40;
+    let server = Server::start();
+    let mut redis = server.connection();
+    let one = LockClient::connect(&server.url()).await.unwrap();
+    let other = LockClient::connect(&server.url()).await.unwrap();
+    let name = unique("stock");
+    let mut guard = one.lock(&name).lock().await.unwrap();
+    for round in 0..ROUNDS {
+        let client = if round % 2 == 0 { &other } else { &one };
+        let before = scripts(&mut redis);
+        let waiter = rival(client, &name);
+        wait_until("the rival has asked", SOON, || scripts(&mut redis) > before);
+        guard.unlock().await.unwrap();
+        guard = timeout(SOON, waiter).await.expect("a grant").unwrap().1;
+    }
+    guard.unlock().await.unwrap();
+    let commands = info(&mut redis, "commandstats", "cmdstat_subscribe:", "calls=");
+    // On a busy machine a round may take longer than the channel is kept.
+    assert!(
+        commands < ROUNDS / 2,
+        "{commands} SUBSCRIBE in {ROUNDS} rounds"
+    );
+    wait_until("no channel is subscribed", SOON, || {
+        channels(&mut redis) == 0
+    });
+}

@@ -18,6 +18,7 @@
 use std::time::{Duration, Instant};
 
 mod callers;
+mod many;
 mod network;
 mod oracle;
 mod probe;

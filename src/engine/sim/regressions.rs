@@ -14,14 +14,14 @@ use crate::time::Time;
 use crate::wire::{Failure, Reply};
 
 /// An engine without a server: the test replies to each call.
-struct Bench {
-    engine: Engine,
-    now: Time,
-    keys: Keys,
+pub(super) struct Bench {
+    pub(super) engine: Engine,
+    pub(super) now: Time,
+    pub(super) keys: Keys,
     events: Vec<Event>,
 }
 
-fn granted() -> Result<Reply, Failure> {
+pub(super) fn granted() -> Result<Reply, Failure> {
     Ok(Reply::List(vec![Reply::Int(1), Reply::Int(1)]))
 }
 
@@ -30,7 +30,7 @@ fn no_connection() -> Failure {
 }
 
 impl Bench {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         let settings = Settings {
             client_id: ClientId::from(uuid::Uuid::from_u128(7)),
             address: "server:6379".into(),
