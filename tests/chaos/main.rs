@@ -60,7 +60,7 @@ async fn random_faults_break_no_promise() {
         seed,
         seconds,
         workers,
-        tasks: 4,
+        tasks: 8,
         long_lease,
         planned,
         server,

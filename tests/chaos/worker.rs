@@ -22,7 +22,7 @@ const RETRY_TIMEOUT: Duration = Duration::from_millis(1_000);
 
 /// The number of locks that all workers use. The lock after them is used only by workers that rely
 /// on messages.
-pub const BUSY_LOCKS: usize = 6;
+pub const BUSY_LOCKS: usize = 12;
 
 /// How many tasks of a worker often share one owner.
 const SHARING: u64 = 2;
