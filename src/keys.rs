@@ -1,6 +1,8 @@
 //! The key and channel names of a lock, and the check of lock names.
 
 use std::hash::{Hash, Hasher};
+use std::ops::Deref;
+use std::sync::Arc;
 
 use bytes::Bytes;
 
@@ -9,7 +11,10 @@ use crate::limits::MAX_NAME_LEN;
 
 /// The keys of one lock. Locks of one name whose channels differ are different locks.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Keys {
+pub(crate) struct Keys(Arc<Names>);
+
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Names {
     /// The key of the lock: a hash with the field `CLIENT:THREAD` and its hold count, or, for a
     /// simple lock, a string with `CLIENT:THREAD`.
     pub(crate) name: Bytes,
@@ -34,10 +39,12 @@ impl Keys {
         } else if name.len() > MAX_NAME_LEN {
             "it is too long"
         } else {
-            return Ok(Self {
-                name: Bytes::copy_from_slice(name.as_bytes()),
-                channel: format!("{channel}{}", tagged(name)).into(),
-            });
+            // The name is a part of the channel's name, so one allocation has both.
+            let (tag, end) = tag(name);
+            let channel = Bytes::from([channel, tag, name, end].concat());
+            let at = channel.len() - end.len() - name.len();
+            let name = channel.slice(at..at + name.len());
+            return Ok(Self(Arc::new(Names { name, channel })));
         };
         Err(Error::InvalidName {
             name: shortened(name),
@@ -47,7 +54,10 @@ impl Keys {
 
     /// The counter of the tokens of a fenced lock (Redisson 3.19.0 and later).
     pub(crate) fn token(&self) -> Bytes {
-        format!("redisson_lock_token:{}", tagged(self.name())).into()
+        let (tag, end) = tag(self.name());
+        ["redisson_lock_token:", tag, self.name(), end]
+            .concat()
+            .into()
     }
 
     /// The name as the caller passed it.
@@ -62,6 +72,14 @@ impl Keys {
     }
 }
 
+impl Deref for Keys {
+    type Target = Names;
+
+    fn deref(&self) -> &Names {
+        &self.0
+    }
+}
+
 impl Hash for Keys {
     /// Few names have two kinds of lock, so the name is enough.
     fn hash<H: Hasher>(&self, state: &mut H) {
@@ -69,13 +87,13 @@ impl Hash for Keys {
     }
 }
 
-/// Adds a hash tag by Redisson's rule: a name with an opening brace stays unchanged, any other is
-/// put in braces.
-fn tagged(name: &str) -> String {
+/// What makes a name a hash tag by Redisson's rule: a name with an opening brace stays unchanged,
+/// any other is put in braces.
+fn tag(name: &str) -> (&'static str, &'static str) {
     if name.contains('{') {
-        name.to_owned()
+        ("", "")
     } else {
-        format!("{{{name}}}")
+        ("{", "}")
     }
 }
 

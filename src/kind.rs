@@ -27,11 +27,11 @@ pub enum Kind {
 }
 
 /// A lock and an owner, as the scripts take them.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Target<'a> {
     pub(crate) keys: &'a Keys,
     /// The field `CLIENT:THREAD`.
-    pub(crate) field: &'a Bytes,
+    pub(crate) field: Bytes,
 }
 
 /// The counts of an acquire.
@@ -138,10 +138,7 @@ impl Kind {
         needs_token: bool,
     ) -> Call {
         let name = target.keys.name.clone();
-        let (owner, lease) = (
-            ("owner", target.field.clone()),
-            ("lease", digits(lease.millis())),
-        );
+        let (owner, lease) = (("owner", target.field), ("lease", digits(lease.millis())));
         let before = || ("before", digits(counts.before));
         let count = || ("target", digits(counts.target));
         let batch = match self {
@@ -178,7 +175,7 @@ impl Kind {
     /// are entitled to; `None` leaves the expiry as it is.
     pub(crate) fn release(self, target: Target<'_>, leave: i64, lease: Option<LeaseTime>) -> Call {
         let name = [target.keys.name.clone()];
-        let owner = ("owner", target.field.clone());
+        let owner = ("owner", target.field);
         let channel = ("channel", target.keys.channel.clone());
         if self == Self::Simple {
             return SIMPLE_RELEASE.batch(1).row(name, [owner, channel]).call();
@@ -212,7 +209,7 @@ impl Kind {
         let batch = script.batch(targets.len());
         targets
             .fold(batch, |batch, target| {
-                let row = [("owner", target.field.clone()), ("lease", millis.clone())];
+                let row = [("owner", target.field), ("lease", millis.clone())];
                 batch.row([target.keys.name.clone()], row)
             })
             .call()
@@ -237,7 +234,7 @@ impl Kind {
             Self::Reentrant | Self::Fenced => &COUNT,
             Self::Simple => &SIMPLE_COUNT,
         };
-        let row = [("owner", target.field.clone())];
+        let row = [("owner", target.field)];
         script.batch(1).row([target.keys.name.clone()], row).call()
     }
 
@@ -257,7 +254,7 @@ impl Kind {
             Self::Simple => &SIMPLE_RELEASE,
         };
         let row = [
-            ("owner", target.field.clone()),
+            ("owner", target.field),
             ("channel", target.keys.channel.clone()),
         ];
         script.batch(1).row([target.keys.name.clone()], row).call()

@@ -1,7 +1,7 @@
 //! Owners of locks: the client's id, the thread id, and the scopes that make an owner ambient.
 
 use std::collections::hash_map::RandomState;
-use std::fmt;
+use std::fmt::{self, Write};
 use std::hash::{BuildHasher, Hash, Hasher};
 use std::pin::Pin;
 use std::sync::LazyLock;
@@ -432,7 +432,14 @@ fn number(id: tokio::task::Id) -> u64 {
 
 /// The field `CLIENT:THREAD` of an owner in the hash of a lock.
 pub(crate) fn owner_field(client: ClientId, owner: Owner) -> Bytes {
-    format!("{client}:{owner}").into()
+    const THREAD: usize = "9223372036854775807".len();
+    let mut id = Uuid::encode_buffer();
+    let client = client.0.as_hyphenated().encode_lower(&mut id);
+    let mut field = String::with_capacity(client.len() + 1 + THREAD);
+    field.push_str(client);
+    // Writing into a string does not fail.
+    let _ = write!(field, ":{owner}");
+    field.into()
 }
 
 /// The thread id in an owner field; `None` if the field belongs to another client, or is not

@@ -12,6 +12,9 @@ use std::time::Duration;
 pub(crate) struct Time(u64);
 
 impl Time {
+    /// The moment at which the clock was made.
+    pub(crate) const ZERO: Self = Self(0);
+
     /// The last moment that can be represented: some 290 years.
     pub(crate) const MAX: Self = Self(u64::MAX >> 1);
 

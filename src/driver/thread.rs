@@ -101,6 +101,10 @@ impl Drop for FailOnDrop {
     }
 }
 
+/// From so many calls in flight on, further ones wait here, where no time limit of a reply counts:
+/// the server runs one after the other.
+const WINDOW: usize = 1024;
+
 async fn run(work: Work) {
     let Work {
         driver,
@@ -133,7 +137,7 @@ async fn run(work: Work) {
                     }
                 });
             }
-            _ = calls.recv_many(&mut submitted, 256) => {
+            _ = calls.recv_many(&mut submitted, WINDOW), if in_flight.len() < WINDOW => {
                 for outgoing in submitted.drain(..) {
                     match outgoing {
                         Outgoing::Call(id, call) => {

@@ -77,7 +77,7 @@ impl Engine {
             request.op = Some(op);
         }
         if queued.is_some() {
-            self.locks[lock].attempt = Some(op);
+            self.locks[lock].wait.attempt = Some(op);
         }
         self.enqueue_op(now, op);
     }
@@ -228,7 +228,7 @@ impl Engine {
         let (entry, request) = (self.ops[id].entry, self.ops[id].request);
         let lock = self.entries[entry].lock;
         self.lose_live(now, entry, LostReason::Gone);
-        if self.locks[lock].attempt == Some(id) {
+        if self.locks[lock].wait.attempt == Some(id) {
             self.attempt_was_contended(now, lock, id, held);
             self.lock_was_answered(now, lock, request);
         }
@@ -283,7 +283,9 @@ impl Engine {
                 .tenures
                 .insert(Tenure::new(entry, kind, base, sent, proof));
             self.entries[entry].tenure = Some(id);
-            self.entries[entry].left_behind = None;
+            if self.entries[entry].past().left_behind.is_some() {
+                self.entries[entry].change_past(|past| past.left_behind = None);
+            }
             self.timers.clear(Timer::Entry(entry));
             self.list_tenure(id);
             id
@@ -312,7 +314,7 @@ impl Engine {
         let lock = self.entries[entry].lock;
         let closed = self.is_closed();
         let open = request.filter(|_| !closed);
-        if self.locks[lock].attempt == Some(id) {
+        if self.locks[lock].wait.attempt == Some(id) {
             self.attempt_was_granted(lock, id, open.map(|_| until));
             self.lock_was_answered(now, lock, request);
         }
@@ -387,9 +389,10 @@ impl Engine {
             return 0;
         }
         // So it is with what an earlier tenure, that was lost here first, has left there.
-        let lost = entry.lost.last().map(|tenure| &self.tenures[*tenure]);
+        let past = entry.past();
+        let lost = past.lost.last().map(|tenure| &self.tenures[*tenure]);
         let lost = lost.and_then(|tenure| tenure.left_behind(now));
-        let left = lost.or(entry.left_behind.filter(|left| now < left.until));
+        let left = lost.or(past.left_behind.filter(|left| now < left.until));
         left.map_or(count - 1, |left| left.base.min(count - 1))
     }
 

@@ -108,7 +108,7 @@ impl Engine {
         for id in locks {
             let at = now + spread.mul_f64(self.rng.random_range(0.0..1.0));
             if let Some(lock) = self.locks.get_mut(id) {
-                lock.recheck_at = lock.recheck_at.min(at);
+                lock.wait.recheck_at = lock.wait.recheck_at.min(at);
                 self.advance_lock(now, id);
             }
         }
@@ -117,7 +117,7 @@ impl Engine {
     /// Has the lock's channel subscribed: its requests sleep.
     pub(super) fn listen(&mut self, id: LockId) {
         let lock = &mut self.locks[id];
-        if std::mem::replace(&mut lock.listens, true) {
+        if std::mem::replace(&mut lock.wait.listens, true) {
             return;
         }
         let name = lock.keys.channel.clone();
@@ -139,9 +139,9 @@ impl Engine {
         }
         // With a subscription that was kept no confirmation follows: a message that came after the
         // last attempt was sent is a reason for another one.
-        let seen = self.locks[id].seen;
+        let seen = self.locks[id].wait.seen;
         if self.epoch_of(id).is_some_and(|epoch| seen != Some(epoch)) {
-            self.locks[id].has_reason = true;
+            self.locks[id].wait.has_reason = true;
             self.timers.set(Timer::Lock(id), Time::default());
         }
     }
@@ -151,9 +151,10 @@ impl Engine {
         let Some(lock) = self.locks.get_mut(id) else {
             return;
         };
-        if !std::mem::replace(&mut lock.listens, false) {
+        if !lock.wait.listens {
             return;
         }
+        lock.wait.listens = false;
         let name = lock.keys.channel.clone();
         let Some(channel) = self.channels.get_mut(&name) else {
             return;
@@ -175,7 +176,7 @@ impl Engine {
 
     /// A lock is removed. Its subscription is looked at with the next timeout, which is now.
     pub(super) fn forget_listener(&mut self, id: LockId) {
-        if let Some(lock) = self.locks.get(id).filter(|lock| lock.listens) {
+        if let Some(lock) = self.locks.get(id).filter(|lock| lock.wait.listens) {
             if let Some(channel) = self.channels.get_mut(&lock.keys.channel) {
                 channel.locks.retain(|other| *other != id);
                 self.timers.set(Timer::Channels, Time::default());
@@ -213,6 +214,6 @@ impl Engine {
     /// Whether messages for the lock are certain to arrive.
     pub(super) fn is_confirmed(&self, id: LockId) -> bool {
         let channel = self.channels.get(&self.locks[id].keys.channel);
-        self.locks[id].listens && channel.is_some_and(|channel| channel.is_confirmed)
+        self.locks[id].wait.listens && channel.is_some_and(|channel| channel.is_confirmed)
     }
 }

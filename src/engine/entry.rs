@@ -3,7 +3,7 @@
 
 use std::collections::VecDeque;
 
-use bytes::Bytes;
+use smallvec::SmallVec;
 
 use super::attempt::Acquire;
 use super::backoff::Backoff;
@@ -14,7 +14,7 @@ use super::timers::Timer;
 use super::{Engine, EntryId, HoldId, LockId, OpId, Purpose, RequestId, TenureId};
 use crate::error::LostReason;
 use crate::kind::{Kind, Target};
-use crate::owner::Owner;
+use crate::owner::{Owner, owner_field};
 use crate::time::Time;
 use crate::wire::{Call, Failure, Reply};
 
@@ -22,22 +22,58 @@ use crate::wire::{Call, Failure, Reply};
 pub(super) struct Entry {
     pub(super) lock: LockId,
     pub(super) owner: Owner,
-    /// The field `CLIENT:THREAD`.
-    pub(super) field: Bytes,
-    ops: VecDeque<OpId>,
+    ops: Operations,
     /// Whether the queue is being worked off, further up the stack.
     is_advancing: bool,
     /// The tenure that is not lost.
     pub(super) tenure: Option<TenureId>,
-    /// Lost tenures that still have holds, or that may have left something on the server.
-    pub(super) lost: Vec<TenureId>,
     /// The requests in the wait queue.
-    pub(super) waiting: Vec<RequestId>,
+    pub(super) waiting: SmallVec<[RequestId; 2]>,
     /// How many requests to acquire there are.
     pub(super) requests: usize,
+    /// Few entries have one.
+    past: Option<Box<Past>>,
+}
+
+/// What earlier tenures of an entry have left.
+#[derive(Debug, Default)]
+pub(super) struct Past {
+    /// Lost tenures that still have holds, or that may have left something on the server.
+    pub(super) lost: Vec<TenureId>,
     /// Lost detached holds that no unlock has reported.
     pub(super) losses: Vec<(HoldId, LostReason)>,
     pub(super) left_behind: Option<LeftBehind>,
+}
+
+/// Operations in order. Most entries have one at a time, which needs no allocation.
+#[derive(Debug, Default)]
+struct Operations {
+    first: Option<OpId>,
+    others: VecDeque<OpId>,
+}
+
+impl Operations {
+    fn push(&mut self, op: OpId) {
+        match self.first {
+            None => self.first = Some(op),
+            Some(_) => self.others.push_back(op),
+        }
+    }
+
+    fn pop(&mut self) {
+        self.first = self.others.pop_front();
+        if self.others.is_empty() {
+            self.others = VecDeque::new();
+        }
+    }
+
+    fn remove(&mut self, op: OpId) {
+        if self.first == Some(op) {
+            self.pop();
+        } else {
+            self.others.retain(|other| *other != op);
+        }
+    }
 }
 
 /// What a tenure of an owner that others may be as well may have left on the server.
@@ -93,34 +129,49 @@ impl Action {
 }
 
 impl Entry {
-    pub(super) fn new(lock: LockId, owner: Owner, field: Bytes) -> Self {
+    pub(super) fn new(lock: LockId, owner: Owner) -> Self {
         Self {
             lock,
             owner,
-            field,
-            ops: VecDeque::new(),
+            ops: Operations::default(),
             is_advancing: false,
             tenure: None,
-            lost: Vec::new(),
-            waiting: Vec::new(),
+            waiting: SmallVec::new(),
             requests: 0,
-            losses: Vec::new(),
-            left_behind: None,
+            past: None,
         }
     }
 
+    /// What earlier tenures have left.
+    pub(super) fn past(&self) -> &Past {
+        static NONE: Past = Past {
+            lost: Vec::new(),
+            losses: Vec::new(),
+            left_behind: None,
+        };
+        self.past.as_deref().unwrap_or(&NONE)
+    }
+
+    /// Changes what earlier tenures have left.
+    pub(super) fn change_past<T>(&mut self, change: impl FnOnce(&mut Past) -> T) -> T {
+        let past = self.past.get_or_insert_default();
+        let output = change(past);
+        if past.lost.is_empty() && past.losses.is_empty() && past.left_behind.is_none() {
+            self.past = None;
+        }
+        output
+    }
+
     pub(super) fn is_idle(&self) -> bool {
-        self.ops.is_empty()
+        self.ops.first.is_none()
             && !self.is_advancing
             && self.tenure.is_none()
-            && self.lost.is_empty()
             && self.requests == 0
-            && self.losses.is_empty()
-            && self.left_behind.is_none()
+            && self.past.is_none()
     }
 
     pub(super) fn has_operations(&self) -> bool {
-        !self.ops.is_empty()
+        self.ops.first.is_some()
     }
 }
 
@@ -167,7 +218,7 @@ impl Engine {
     /// The same for an operation that has its number already.
     pub(super) fn enqueue_op(&mut self, now: Time, id: OpId) {
         let entry = self.ops[id].entry;
-        self.entries[entry].ops.push_back(id);
+        self.entries[entry].ops.push(id);
         self.advance_entry(now, entry);
     }
 
@@ -176,7 +227,7 @@ impl Engine {
         if std::mem::replace(&mut self.entries[id].is_advancing, true) {
             return;
         }
-        while let Some(op) = self.entries[id].ops.front().copied() {
+        while let Some(op) = self.entries[id].ops.first {
             if std::mem::replace(&mut self.ops[op].started, true) {
                 break;
             }
@@ -249,12 +300,8 @@ impl Engine {
             return;
         };
         let entry = &mut self.entries[op.entry];
-        debug_assert_eq!(
-            entry.ops.front(),
-            Some(&id),
-            "only the first operation runs"
-        );
-        entry.ops.pop_front();
+        debug_assert_eq!(entry.ops.first, Some(id), "only the first operation runs");
+        entry.ops.pop();
         self.advance_entry(now, op.entry);
         self.note_operation_ended();
     }
@@ -269,11 +316,11 @@ impl Engine {
             "an operation that was started has to be finished"
         );
         let entry = &mut self.entries[op.entry];
-        entry.ops.retain(|other| *other != id);
-        let lock = &mut self.locks[entry.lock];
-        if lock.attempt == Some(id) {
-            lock.attempt = None;
-            lock.has_reason = true;
+        entry.ops.remove(id);
+        let wait = &mut self.locks[entry.lock].wait;
+        if wait.attempt == Some(id) {
+            wait.attempt = None;
+            wait.has_reason = true;
         }
         self.remove_if_idle(op.entry);
         self.note_operation_ended();
@@ -303,7 +350,7 @@ impl Engine {
         let entry = &self.entries[entry];
         Target {
             keys: &self.locks[entry.lock].keys,
-            field: &entry.field,
+            field: owner_field(self.settings.client_id, entry.owner),
         }
     }
 }

@@ -13,7 +13,7 @@ impl Engine {
     }
 
     pub(super) fn owner_name(&self, entry: EntryId) -> String {
-        String::from_utf8_lossy(&self.entries[entry].field).into_owned()
+        format!("{}:{}", self.settings.client_id, self.entries[entry].owner)
     }
 
     pub(super) fn subject(&self, entry: EntryId) -> Subject {

@@ -55,7 +55,7 @@ impl Forcing {
             None => self.kind.inspect(&self.keys),
             Some(field) => self.kind.force_unlock(Target {
                 keys: &self.keys,
-                field,
+                field: field.clone(),
             }),
         }
     }
@@ -102,7 +102,7 @@ impl Engine {
             self.lose_selected(now, &keys, |_, _| true);
         } else {
             let lock = self.lock_ids.get(&keys).map(|lock| &self.locks[*lock]);
-            let earlier = lock.map(|lock| lock.tenures.clone()).unwrap_or_default();
+            let earlier = lock.map_or_else(Vec::new, |lock| lock.tenures.to_vec());
             if let Some(forcing) = self.forcing(id) {
                 forcing.earlier = earlier;
             }
@@ -241,8 +241,8 @@ impl Engine {
             return;
         }
         self.timers.clear(Timer::Request(request));
-        let entry = &self.entries[op.entry];
-        let (keys, owner) = (self.locks[entry.lock].keys.clone(), entry.field.clone());
+        let target = self.target(op.entry);
+        let (keys, owner) = (target.keys.clone(), target.field);
         // The owners are notified before another owner can acquire the lock.
         self.lose_selected(now, &keys, |tenure, field| {
             field == &owner || earlier.contains(&tenure)
@@ -302,7 +302,7 @@ impl Engine {
         };
         for id in self.locks[*lock].tenures.clone() {
             let entry = self.tenures[id].entry;
-            if is_selected(id, &self.entries[entry].field) {
+            if is_selected(id, &self.target(entry).field) {
                 self.lose_tenure(now, id, LostReason::ForceUnlocked);
             }
         }

@@ -5,9 +5,11 @@
 //! in flight: the next request waits for its outcome.
 
 use std::collections::BTreeMap;
+use std::ops::{Deref, DerefMut};
 use std::time::Duration;
 
 use rand::Rng;
+use smallvec::SmallVec;
 
 use super::backoff::Backoff;
 use super::notice::Notice;
@@ -24,6 +26,19 @@ use crate::wire::{Failure, Reply};
 #[derive(Debug)]
 pub(super) struct Lock {
     pub(super) keys: Keys,
+    /// How many entries there are.
+    pub(super) entries: usize,
+    /// The tenures of owners of this client.
+    pub(super) tenures: SmallVec<[TenureId; 2]>,
+    pub(super) wait: WaitQueue,
+}
+
+/// The wait queue of a lock. A lock that is held and not waited for has none.
+#[derive(Debug, Default)]
+pub(super) struct WaitQueue(Option<Box<Waiting>>);
+
+#[derive(Debug)]
+pub(super) struct Waiting {
     /// The requests that wait, by the order in which they came.
     pub(super) queue: BTreeMap<u64, RequestId>,
     /// The attempt in flight for the head of the queue. Its request may be gone.
@@ -40,10 +55,6 @@ pub(super) struct Lock {
     silence: Option<Silence>,
     /// The requests whose wait time is over, and that wait for the next answer only.
     pub(super) over: Vec<RequestId>,
-    /// How many entries there are.
-    pub(super) entries: usize,
-    /// The tenures of owners of this client.
-    pub(super) tenures: Vec<TenureId>,
     /// Whether a request waits for messages.
     pub(super) listens: bool,
     /// The messages on the channel when the last attempt was begun, if none could be missed.
@@ -72,23 +83,29 @@ impl Lock {
     pub(super) fn new(keys: Keys) -> Self {
         Self {
             keys,
-            queue: BTreeMap::new(),
-            attempt: None,
-            // The first request has a reason: nobody has asked yet.
-            has_reason: true,
-            recheck_at: Time::default(),
-            asked_at: Time::default(),
-            answers: 0,
-            answered_at: None,
-            silence: None,
-            over: Vec::new(),
             entries: 0,
-            tenures: Vec::new(),
-            listens: false,
-            seen: None,
-            has_unclaimed: false,
+            tenures: SmallVec::new(),
+            wait: WaitQueue::default(),
         }
     }
+}
+
+impl Waiting {
+    const EMPTY: Self = Self {
+        queue: BTreeMap::new(),
+        attempt: None,
+        // The first request has a reason: nobody has asked yet.
+        has_reason: true,
+        recheck_at: Time::ZERO,
+        asked_at: Time::ZERO,
+        answers: 0,
+        answered_at: None,
+        silence: None,
+        over: Vec::new(),
+        listens: false,
+        seen: None,
+        has_unclaimed: false,
+    };
 
     /// Whether a request that joined after so many answers knows that another owner holds the lock:
     /// an answer came since, or the last one still stands.
@@ -96,8 +113,38 @@ impl Lock {
         self.answers != answers || (self.attempt.is_none() && self.silence.is_none())
     }
 
+    pub(super) fn is_idle(&self) -> bool {
+        self.queue.is_empty() && self.attempt.is_none()
+    }
+
     fn head(&self) -> Option<RequestId> {
         self.queue.first_key_value().map(|(_, id)| *id)
+    }
+}
+
+impl WaitQueue {
+    /// Frees the queue if it holds nothing that a later request needs.
+    fn tidy(&mut self) {
+        let is_needed =
+            |queue: &Waiting| !queue.is_idle() || queue.silence.is_some() || queue.has_unclaimed;
+        if !self.0.as_deref().is_some_and(is_needed) {
+            self.0 = None;
+        }
+    }
+}
+
+impl Deref for WaitQueue {
+    type Target = Waiting;
+
+    fn deref(&self) -> &Waiting {
+        static EMPTY: Waiting = Waiting::EMPTY;
+        self.0.as_deref().unwrap_or(&EMPTY)
+    }
+}
+
+impl DerefMut for WaitQueue {
+    fn deref_mut(&mut self) -> &mut Waiting {
+        self.0.get_or_insert_with(|| Box::new(Waiting::EMPTY))
     }
 }
 
@@ -110,14 +157,14 @@ impl Engine {
         let lock_id = self.entries[request.entry].lock;
         let lock = &mut self.locks[lock_id];
         if request.place.is_none() {
-            if lock.queue.is_empty() && lock.attempt.is_none() {
-                lock.has_reason = true;
+            if lock.wait.queue.is_empty() && lock.wait.attempt.is_none() {
+                lock.wait.has_reason = true;
             }
             let place = self.next_place;
             self.next_place += 1;
             request.place = Some(place);
-            request.answers = lock.answers;
-            lock.queue.insert(place, id);
+            request.answers = lock.wait.answers;
+            lock.wait.queue.insert(place, id);
             self.stats.requests_waiting += 1;
             let entry = request.entry;
             self.entries[entry].waiting.push(id);
@@ -140,8 +187,8 @@ impl Engine {
         let entry = &mut self.entries[request.entry];
         entry.waiting.retain(|other| *other != id);
         let lock = &mut self.locks[entry.lock];
-        lock.queue.remove(&place);
-        lock.over.retain(|other| *other != id);
+        lock.wait.queue.remove(&place);
+        lock.wait.over.retain(|other| *other != id);
     }
 
     /// Has the head of the queue make an attempt if there is a reason, or sleep until there is one.
@@ -150,17 +197,18 @@ impl Engine {
             let Some(lock) = self.locks.get_mut(id) else {
                 return;
             };
-            if lock.attempt.is_some() {
+            if lock.wait.attempt.is_some() {
                 return;
             }
-            let Some(head) = lock.head() else {
+            let Some(head) = lock.wait.head() else {
                 self.timers.clear(Timer::Lock(id));
                 self.stop_listening(now, id);
+                self.locks[id].wait.tidy();
                 self.remove_lock_if_idle(id);
                 return;
             };
-            if !lock.has_reason && now < lock.recheck_at {
-                self.timers.set(Timer::Lock(id), lock.recheck_at);
+            if !lock.wait.has_reason && now < lock.wait.recheck_at {
+                self.timers.set(Timer::Lock(id), lock.wait.recheck_at);
                 self.listen(id);
                 return;
             }
@@ -170,10 +218,10 @@ impl Engine {
                     let recheck_at = now + self.recheck_interval(id);
                     let seen = self.epoch_of(id);
                     let lock = &mut self.locks[id];
-                    lock.seen = seen;
-                    lock.has_reason = false;
-                    lock.recheck_at = recheck_at;
-                    lock.asked_at = now;
+                    lock.wait.seen = seen;
+                    lock.wait.has_reason = false;
+                    lock.wait.recheck_at = recheck_at;
+                    lock.wait.asked_at = now;
                     self.timers.clear(Timer::Lock(id));
                     self.begin_attempt(now, head, Some(patience));
                     return;
@@ -186,7 +234,7 @@ impl Engine {
     /// One more reason for an attempt.
     pub(super) fn wake_lock(&mut self, now: Time, id: LockId) {
         if let Some(lock) = self.locks.get_mut(id) {
-            lock.has_reason = true;
+            lock.wait.has_reason = true;
             self.advance_lock(now, id);
         }
     }
@@ -195,27 +243,27 @@ impl Engine {
     pub(super) fn attempt_is_repeated(&mut self, now: Time, id: LockId, op: OpId) {
         let recheck_at = now + self.recheck_interval(id);
         let lock = &mut self.locks[id];
-        if lock.attempt == Some(op) {
-            lock.asked_at = now;
-            lock.recheck_at = recheck_at;
+        if lock.wait.attempt == Some(op) {
+            lock.wait.asked_at = now;
+            lock.wait.recheck_at = recheck_at;
         }
     }
 
     /// The attempt in flight was granted to a request, or to none if that is gone.
     pub(super) fn attempt_was_granted(&mut self, id: LockId, op: OpId, lease_ends: Option<Time>) {
         let lock = &mut self.locks[id];
-        if lock.attempt == Some(op) {
-            lock.attempt = None;
+        if lock.wait.attempt == Some(op) {
+            lock.wait.attempt = None;
             match lease_ends {
-                Some(at) => lock.recheck_at = lock.recheck_at.min(at),
-                None => lock.has_reason = true,
+                Some(at) => lock.wait.recheck_at = lock.wait.recheck_at.min(at),
+                None => lock.wait.has_reason = true,
             }
         }
     }
 
     /// The attempt in flight found the lock held by another owner.
     pub(super) fn attempt_was_contended(&mut self, now: Time, id: LockId, op: OpId, held: Held) {
-        if self.locks[id].attempt != Some(op) {
+        if self.locks[id].wait.attempt != Some(op) {
             return;
         }
         // A little later than the expiry.
@@ -224,9 +272,9 @@ impl Engine {
             .map(|ttl| now + (ttl + Duration::from_millis(1)).max(FLOOR));
         let release = held.is_foreign.then(|| now + self.foreign_interval());
         let lock = &mut self.locks[id];
-        lock.attempt = None;
+        lock.wait.attempt = None;
         for at in expiry.into_iter().chain(release) {
-            lock.recheck_at = lock.recheck_at.min(at);
+            lock.wait.recheck_at = lock.wait.recheck_at.min(at);
         }
     }
 
@@ -238,20 +286,21 @@ impl Engine {
         };
         let began = operation.began;
         let lock = &mut self.locks[self.entries[operation.entry].lock];
-        if lock.attempt != Some(op) {
+        if lock.wait.attempt != Some(op) {
             return;
         }
-        lock.attempt = None;
-        lock.has_reason = true;
+        lock.wait.attempt = None;
+        lock.wait.has_reason = true;
         // An answer that came since is worth more.
-        if lock.answered_at.is_some_and(|at| at >= began) {
+        if lock.wait.answered_at.is_some_and(|at| at >= began) {
             return;
         }
         let (since, before) = lock
+            .wait
             .silence
             .take()
             .map_or((began, None), |silence| (silence.since, silence.said));
-        lock.silence = Some(Silence {
+        lock.wait.silence = Some(Silence {
             since,
             until: now,
             said: said.or(before),
@@ -262,10 +311,10 @@ impl Engine {
     /// the lock.
     pub(super) fn lock_was_answered(&mut self, now: Time, id: LockId, by: Option<RequestId>) {
         let lock = &mut self.locks[id];
-        lock.silence = None;
-        lock.answered_at = Some(now);
-        lock.answers += 1;
-        for request in std::mem::take(&mut lock.over) {
+        lock.wait.silence = None;
+        lock.wait.answered_at = Some(now);
+        lock.wait.answers += 1;
+        for request in std::mem::take(&mut lock.wait.over) {
             if Some(request) != by {
                 self.complete_acquire(request, Outcome::Contended);
             }
@@ -281,7 +330,7 @@ impl Engine {
         };
         // After a time without an attempt the server may be reachable again.
         let recent = |silence: &&Silence| now.since(silence.until) < Backoff::LONGEST;
-        let Some(silence) = lock.silence.as_ref().filter(recent) else {
+        let Some(silence) = lock.wait.silence.as_ref().filter(recent) else {
             return Ok(request.patience);
         };
         let lasted = silence.until.since(silence.since.max(request.begun));
@@ -454,7 +503,7 @@ impl Engine {
         let Some(lock) = self.locks.get(id) else {
             return;
         };
-        if lock.entries == 0 && lock.queue.is_empty() && lock.attempt.is_none() {
+        if lock.entries == 0 && lock.wait.is_idle() {
             debug_assert!(lock.tenures.is_empty());
             self.timers.clear(Timer::Lock(id));
             self.forget_listener(id);

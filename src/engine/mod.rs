@@ -285,8 +285,7 @@ impl Engine {
         if let Some(id) = self.entry_ids.get(&(lock, owner.thread_id())) {
             return *id;
         }
-        let field = crate::owner::owner_field(self.settings.client_id, owner);
-        let id = self.entries.insert(Entry::new(lock, owner, field));
+        let id = self.entries.insert(Entry::new(lock, owner));
         self.entry_ids.insert((lock, owner.thread_id()), id);
         self.locks[lock].entries += 1;
         id

@@ -77,7 +77,7 @@ impl Engine {
                 Question::State => query.kind.inspect(&query.keys),
                 Question::Count(field) => query.kind.count(Target {
                     keys: &query.keys,
-                    field,
+                    field: field.clone(),
                 }),
             },
             Some(Request::Force(forcing)) => forcing.call(),

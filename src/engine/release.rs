@@ -533,7 +533,8 @@ impl Engine {
     /// What an unlock has to report that found nothing to release: a detached hold that was lost is
     /// reported once, a guard's for as long as the guard is there.
     fn claim_loss(&mut self, now: Time, entry: EntryId) -> Option<Error> {
-        if let Some((hold, reason)) = self.entries[entry].losses.pop() {
+        let loss = self.entries[entry].change_past(|past| past.losses.pop());
+        if let Some((hold, reason)) = loss {
             self.losses.retain(|(_, other)| *other != hold);
             let error = self.lost_error(entry, reason);
             self.end_lost_hold(now, hold);
@@ -547,7 +548,7 @@ impl Engine {
             let mut holds = self.tenures[*tenure].holds.iter();
             holds.any(|hold| self.holds[*hold].state == HoldState::Guarded)
         };
-        let lost = self.entries[entry].lost.iter().rev();
+        let lost = self.entries[entry].past().lost.iter().rev();
         let latest = lost.copied().find(is_guarded)?;
         let reason = self.tenure_lost(now, latest)?;
         Some(errors::lost(self.lock_name(entry), reason))

@@ -174,7 +174,9 @@ impl Engine {
         let Hold { cell, tenure, .. } = &self.holds[hold];
         let (cell, token) = (Arc::clone(cell), self.tenures[*tenure].token);
         let lock = self.entries[entry].lock;
-        self.locks[lock].has_unclaimed = false;
+        if self.locks[lock].wait.has_unclaimed {
+            self.locks[lock].wait.has_unclaimed = false;
+        }
         // The grant may have taken longer to arrive than it was good for.
         if let Some(reason) = cell.lost(now) {
             let error = errors::lost(self.lock_name(entry), reason);
@@ -259,7 +261,7 @@ impl Engine {
             request.offer = Some(hold);
         }
         let lock = &self.locks[self.entries[self.tenures[self.holds[hold].tenure].entry].lock];
-        let limit = if lock.has_unclaimed {
+        let limit = if lock.wait.has_unclaimed {
             OFFER / 10
         } else {
             OFFER
@@ -313,7 +315,7 @@ impl Engine {
                 let entry = request.entry;
                 if let Some(hold) = request.offer.take() {
                     let lock = self.entries[entry].lock;
-                    self.locks[lock].has_unclaimed = true;
+                    self.locks[lock].wait.has_unclaimed = true;
                     self.notice(Notice::Unclaimed(self.subject(entry)));
                     self.drop_hold(now, hold);
                     self.events
@@ -359,14 +361,14 @@ impl Engine {
             return;
         };
         let lock = self.entries[request.entry].lock;
-        if self.locks[lock].is_known(request.answers) {
+        if self.locks[lock].wait.is_known(request.answers) {
             self.complete_acquire(id, Outcome::Contended);
             self.advance_lock(now, lock);
             return;
         }
         // The server has answered nothing since it joined. What was asked last has the time of a
         // reply.
-        let asked = self.locks[lock].asked_at;
+        let asked = self.locks[lock].wait.asked_at;
         let limit = *request.limit.get_or_insert_with(|| {
             (asked + self.settings.command_timeout).max(request.begun + request.patience)
         });
@@ -377,7 +379,7 @@ impl Engine {
             self.complete_acquire(id, Outcome::Failed(error));
             self.advance_lock(now, lock);
         } else {
-            self.locks[lock].over.push(id);
+            self.locks[lock].wait.over.push(id);
             self.timers.set(Timer::Request(id), limit);
         }
     }

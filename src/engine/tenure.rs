@@ -9,6 +9,8 @@
 
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use super::entry::{Action, LeftBehind, Op};
 use super::notice::Notice;
 use super::release::LATER;
@@ -35,7 +37,7 @@ pub(super) struct Tenure {
     pub(super) entry: EntryId,
     pub(super) kind: Kind,
     pub(super) cell: Arc<LeaseCell>,
-    pub(super) holds: Vec<HoldId>,
+    pub(super) holds: SmallVec<[HoldId; 2]>,
     /// The hold count on the server.
     pub(super) count: i64,
     /// The part of it that was there before us (an owner that was handed over).
@@ -101,7 +103,7 @@ impl Tenure {
             entry,
             kind,
             cell: Arc::new(LeaseCell::new(proof)),
-            holds: Vec::with_capacity(1),
+            holds: SmallVec::new(),
             count: base,
             base,
             token: None,
@@ -213,7 +215,7 @@ impl Engine {
         if self.entries[entry].tenure == Some(id) {
             self.entries[entry].tenure = None;
         }
-        self.entries[entry].lost.push(id);
+        self.entries[entry].change_past(|past| past.lost.push(id));
         self.stats.losses.add(reason);
         self.events.push_back(Event::Lost(cell));
         self.notice(Notice::Lost(self.subject(entry), reason));
@@ -230,13 +232,12 @@ impl Engine {
     fn remember_loss(&mut self, now: Time, entry: EntryId, hold: HoldId, reason: LostReason) {
         /// How many a client remembers, the latest: of a task that has ended nobody will ask.
         const REMEMBERED: usize = 1_000;
-        self.entries[entry].losses.push((hold, reason));
+        self.entries[entry].change_past(|past| past.losses.push((hold, reason)));
         self.losses.push_back((entry, hold));
         if self.losses.len() > REMEMBERED {
             if let Some((entry, oldest)) = self.losses.pop_front() {
                 self.entries[entry]
-                    .losses
-                    .retain(|(hold, _)| *hold != oldest);
+                    .change_past(|past| past.losses.retain(|(hold, _)| *hold != oldest));
                 self.end_lost_hold(now, oldest);
             }
         }
@@ -296,7 +297,7 @@ impl Engine {
         self.leave_tenure_behind(now, id);
         self.unschedule(id);
         self.tenures.remove(id);
-        self.entries[entry].lost.retain(|other| *other != id);
+        self.entries[entry].change_past(|past| past.lost.retain(|other| *other != id));
         self.remove_if_idle(entry);
     }
 
@@ -309,7 +310,7 @@ impl Engine {
         };
         let (entry, left) = (tenure.entry, tenure.left_behind(now));
         if let (false, Some(left)) = (self.entries[entry].owner.is_private(), left) {
-            self.entries[entry].left_behind = Some(left);
+            self.entries[entry].change_past(|past| past.left_behind = Some(left));
             self.timers.set(Timer::Entry(entry), left.until);
         }
     }

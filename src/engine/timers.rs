@@ -93,7 +93,7 @@ impl Engine {
             Timer::Query(request) => self.repeat_query(request),
             Timer::Entry(entry) => {
                 if let Some(entry) = self.entries.get_mut(entry) {
-                    entry.left_behind = None;
+                    entry.change_past(|past| past.left_behind = None);
                 }
                 self.remove_if_idle(entry);
             }

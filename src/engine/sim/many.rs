@@ -126,6 +126,6 @@ fn kinds_of_one_name_are_different_locks_if_their_channels_differ() {
     let kinds = [Kind::Reentrant, Kind::Fenced, Kind::Simple];
     let keys: HashSet<Keys> = kinds.map(|kind| kind.keys(name).unwrap()).into();
     assert_eq!(keys.len(), 2);
-    let names: HashSet<Bytes> = keys.into_iter().map(|keys| keys.name).collect();
+    let names: HashSet<Bytes> = keys.into_iter().map(|keys| keys.name.clone()).collect();
     assert_eq!(names.len(), 1);
 }

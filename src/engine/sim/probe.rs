@@ -41,7 +41,8 @@ impl Engine {
             .filter(|entry| {
                 let tenure = entry.tenure.and_then(|tenure| self.tenures.get(tenure));
                 let mut holds = tenure.iter().flat_map(|tenure| &tenure.holds);
-                !entry.losses.is_empty() || holds.any(|hold| self.holds[*hold].state.is_detached())
+                !entry.past().losses.is_empty()
+                    || holds.any(|hold| self.holds[*hold].state.is_detached())
             })
             .map(|entry| (self.locks[entry.lock].keys.name.clone(), entry.owner))
             .collect()
@@ -50,10 +51,10 @@ impl Engine {
     pub(super) fn queues(&self) -> impl Iterator<Item = QueueState> + '_ {
         self.locks
             .iter()
-            .filter(|(_, lock)| !lock.queue.is_empty())
+            .filter(|(_, lock)| !lock.wait.queue.is_empty())
             .map(|(id, lock)| QueueState {
                 name: lock.keys.name.clone(),
-                has_attempt: lock.attempt.is_some(),
+                has_attempt: lock.wait.attempt.is_some(),
                 look_at: self.timers.when(Timer::Lock(id)),
                 is_confirmed: self.is_confirmed(id),
             })
@@ -66,7 +67,7 @@ impl Engine {
             let is_held = tenure.cell.proved_until().is_some_and(|until| until > now);
             (is_held && entry.owner.is_private() && !entry.has_operations()).then(|| Recorded {
                 name: self.locks[entry.lock].keys.name.clone(),
-                field: entry.field.clone(),
+                field: self.target(tenure.entry).field,
                 count: tenure.count,
             })
         })
@@ -121,7 +122,7 @@ impl Engine {
             if entries != lock.entries {
                 return Some("a lock counts its entries wrong".to_owned());
             }
-            if let Some(op) = lock.attempt {
+            if let Some(op) = lock.wait.attempt {
                 if !self.ops.contains_key(op) {
                     return Some("the attempt of a wait queue is gone".to_owned());
                 }
@@ -174,7 +175,7 @@ impl Engine {
              channels {:?} schedule {:?} losses {:?}",
             self.locks
                 .values()
-                .map(|lock| &lock.queue)
+                .map(|lock| &lock.wait.queue)
                 .collect::<Vec<_>>(),
             self.entries.values().collect::<Vec<_>>(),
             self.ops.values().collect::<Vec<_>>(),
