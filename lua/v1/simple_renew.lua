@@ -1,4 +1,5 @@
--- simple_renew.lua: restores the lease of each of the named simple locks that the owner still holds.
+-- simple_renew.lua: restores the lease of each of the named simple locks that the owner still
+-- holds.
 --
 -- KEYS       name...  the string of each lock
 -- ARGV[1]    ticket   echoed first in the reply, to prove to which call the reply belongs
