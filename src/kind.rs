@@ -46,7 +46,8 @@ pub(crate) struct Counts {
 /// The result of an acquire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Acquired {
-    /// The owner's hold count is `target`. The token, if one was asked for.
+    /// The owner's hold count is `target`. The token of a fenced lock counts only if the call asked
+    /// for one.
     Granted(Option<i64>),
     /// Another owner holds the lock.
     Held(Held),
@@ -160,7 +161,7 @@ impl Kind {
         let answer = accepted(answer(reply)?)?;
         match answer.code {
             1 => Ok(Acquired::Granted(
-                (self.has_tokens() && answer.number != 0).then_some(answer.number),
+                self.has_tokens().then_some(answer.number),
             )),
             0 | 4 => Ok(Acquired::Held(Held {
                 ttl: u64::try_from(answer.number).ok().map(Duration::from_millis),

@@ -11,8 +11,8 @@
 --            raise    1 for a new token, 0 if the caller knows the token of its tenure
 --
 -- Reply: ticket, then two values for each lock:
---   1, token    granted: the owner's hold count is `target`; the expiry is at least the lease; the
---               token is 0 if `raise` is
+--   1, token    granted: the owner's hold count is `target`; the expiry is at least the lease. The
+--               token means nothing if `raise` is 0
 --   0, pttl     another owner holds the lock and its key expires in pttl ms (-1: no expiry)
 --   2, count    nothing was changed: the owner's count is neither before nor target (0: no field)
 --   3, message  no hold was acquired: the server's refusal for this lock
@@ -28,8 +28,11 @@ local function raised(token)
     return nil, number.err
   end
   -- Lua's numbers are exact to 2^53 only.
-  if number >= 9007199254740992 then
-    number = redis.call('get', token)
+  if math.abs(number) >= 9007199254740992 then
+    number = redis.pcall('get', token)
+    if type(number) == 'table' then
+      return nil, number.err
+    end
   end
   return number
 end

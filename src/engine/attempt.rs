@@ -270,8 +270,9 @@ impl Engine {
         let (entry, kind, sent, request) = (op.entry, op.kind, op.sent, op.request);
         let acquire = self.acquiring(id);
         let (mode, task, count) = (acquire.mode, acquire.task, acquire.counts.target);
-        // The owner held the lock without a break since the token that was known then.
-        let token = token.or(acquire.token);
+        // A call that did not ask for a token went over a hold that the server still had, so the
+        // token that was known then is the tenure's.
+        let token = acquire.token.or(token);
         let lease = self.lease_of(mode);
         let proof = sent + lease.provable();
         // The record may have run out while the reply was under way: then the older guards are

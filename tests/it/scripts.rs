@@ -13,45 +13,45 @@ const FORCE_UNLOCK: &str = include_str!("../../lua/v1/force_unlock.lua");
 const COUNT: &str = include_str!("../../lua/v1/count.lua");
 
 /// The lease in most calls, ms.
-const LEASE: i64 = 30_000;
+pub const LEASE: i64 = 30_000;
 
 /// An expiry that a call has to extend, ms.
-const SHORT: i64 = 10_000;
+pub const SHORT: i64 = 10_000;
 
 /// How much an expiry may deviate: a slow machine takes this long between two commands, ms.
-const SLACK: i64 = 5_000;
+pub const SLACK: i64 = 5_000;
 
-const ME: &str = "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:52";
-const OTHER: &str = "0b8d1a57-6f3e-4a61-8a59-6d2f0d3a7c20:7";
+pub const ME: &str = "6f1b5cd0-7c40-4f0a-9e0d-2b7a3c1d9e11:52";
+pub const OTHER: &str = "0b8d1a57-6f3e-4a61-8a59-6d2f0d3a7c20:7";
 const MAX_COUNT: &str = "9223372036854775807";
 
 /// A server and a connection that calls scripts.
-struct Bench {
-    server: Server,
-    connection: Connection,
+pub struct Bench {
+    pub server: Server,
+    pub connection: Connection,
 }
 
 /// The answer of a script for one lock: code and detail.
-type Answer = (i64, String);
+pub type Answer = (i64, String);
 
-fn answer(code: i64, detail: impl ToString) -> Answer {
+pub fn answer(code: i64, detail: impl ToString) -> Answer {
     (code, detail.to_string())
 }
 
 /// The content of a key, without its expiry.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Content {
+pub enum Content {
     Absent,
     Hash(BTreeMap<String, String>),
     Other(String),
 }
 
-fn held(owner: &str, count: impl ToString) -> Content {
+pub fn held(owner: &str, count: impl ToString) -> Content {
     Content::Hash(BTreeMap::from([(owner.to_owned(), count.to_string())]))
 }
 
 impl Bench {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let server = Server::start();
         Self {
             connection: server.connection(),
@@ -59,7 +59,7 @@ impl Bench {
         }
     }
 
-    fn run<T: redis::FromRedisValue>(&mut self, words: &[&str]) -> T {
+    pub fn run<T: redis::FromRedisValue>(&mut self, words: &[&str]) -> T {
         let mut command = redis::Cmd::new();
         command.arg(words);
         command
@@ -67,12 +67,12 @@ impl Bench {
             .unwrap_or_else(|error| panic!("{words:?}: {error}"))
     }
 
-    fn execute(&mut self, words: &[&str]) {
+    pub fn execute(&mut self, words: &[&str]) {
         let _: Value = self.run(words);
     }
 
     /// Runs a script on several names, each with its row of arguments.
-    fn eval(&mut self, script: &str, rows: &[(&str, &[&str])]) -> Vec<Answer> {
+    pub fn eval(&mut self, script: &str, rows: &[(&str, &[&str])]) -> Vec<Answer> {
         eval(&mut self.connection, script, rows)
     }
 
@@ -122,7 +122,7 @@ impl Bench {
     }
 
     /// Writes an owner into the key, with an expiry in ms or without one.
-    fn put(&mut self, name: &str, owner: &str, count: &str, expiry: Option<i64>) {
+    pub fn put(&mut self, name: &str, owner: &str, count: &str, expiry: Option<i64>) {
         self.execute(&["DEL", name]);
         self.execute(&["HSET", name, owner, count]);
         if let Some(expiry) = expiry {
@@ -130,7 +130,7 @@ impl Bench {
         }
     }
 
-    fn content(&mut self, name: &str) -> Content {
+    pub fn content(&mut self, name: &str) -> Content {
         match self.run::<String>(&["TYPE", name]).as_str() {
             "none" => Content::Absent,
             "hash" => Content::Hash(self.run(&["HGETALL", name])),
@@ -139,12 +139,12 @@ impl Bench {
         }
     }
 
-    fn pttl(&mut self, name: &str) -> i64 {
+    pub fn pttl(&mut self, name: &str) -> i64 {
         self.run(&["PTTL", name])
     }
 
     #[track_caller]
-    fn assert_expiry(&mut self, name: &str, expected: i64) {
+    pub fn assert_expiry(&mut self, name: &str, expected: i64) {
         let pttl = self.pttl(name);
         assert!(
             pttl > expected - SLACK && pttl <= expected,
@@ -153,11 +153,21 @@ impl Bench {
     }
 }
 
-fn eval(connection: &mut Connection, script: &str, rows: &[(&str, &[&str])]) -> Vec<Answer> {
+pub fn eval(connection: &mut Connection, script: &str, rows: &[(&str, &[&str])]) -> Vec<Answer> {
+    let rows: Vec<([&str; 1], &[&str])> = rows.iter().map(|(name, row)| ([*name], *row)).collect();
+    eval_of_keys(connection, script, &rows)
+}
+
+/// Runs a script on several locks, each with its keys and its row of arguments.
+pub fn eval_of_keys<const K: usize>(
+    connection: &mut Connection,
+    script: &str,
+    rows: &[([&str; K], &[&str])],
+) -> Vec<Answer> {
     let mut command = cmd("EVAL");
-    command.arg(script).arg(rows.len());
-    rows.iter().for_each(|(name, _)| {
-        command.arg(name);
+    command.arg(script).arg(K * rows.len());
+    rows.iter().for_each(|(keys, _)| {
+        command.arg(keys);
     });
     command.arg("t");
     rows.iter().for_each(|(_, row)| {
@@ -187,11 +197,11 @@ fn eval(connection: &mut Connection, script: &str, rows: &[(&str, &[&str])]) -> 
         .collect()
 }
 
-fn one(answers: Vec<Answer>) -> Answer {
+pub fn one(answers: Vec<Answer>) -> Answer {
     answers.into_iter().next().expect("one answer")
 }
 
-fn text(value: &Value) -> String {
+pub fn text(value: &Value) -> String {
     redis::from_redis_value_ref(value).expect("a text or a number")
 }
 
@@ -200,14 +210,18 @@ fn channel(name: &str) -> String {
 }
 
 /// A subscriber that collects the published messages.
-struct Subscriber {
+pub struct Subscriber {
     connection: Connection,
     channel: String,
 }
 
 impl Subscriber {
     fn new(server: &Server, name: &str) -> Self {
-        let (mut connection, channel) = (server.connection(), channel(name));
+        Self::on(server, channel(name))
+    }
+
+    pub fn on(server: &Server, channel: String) -> Self {
+        let mut connection = server.connection();
         let subscribe = cmd("SUBSCRIBE").arg(&channel).get_packed_command();
         connection.send_packed_command(&subscribe).unwrap();
         connection.recv_response().unwrap();
@@ -218,7 +232,7 @@ impl Subscriber {
     }
 
     /// The messages since the last call.
-    fn received(&mut self, publisher: &mut Connection) -> Vec<String> {
+    pub fn received(&mut self, publisher: &mut Connection) -> Vec<String> {
         // The server delivers all earlier messages before this one.
         const END: &str = "end";
         cmd("PUBLISH")
@@ -701,7 +715,7 @@ fn batch_handles_each_lock_independently() {
 }
 
 /// A connection of a user with all rights but these.
-fn user(bench: &mut Bench, rules: &[&str]) -> Connection {
+pub fn user(bench: &mut Bench, rules: &[&str]) -> Connection {
     let name = unique("user");
     let mut all = vec![
         "ACL", "SETUSER", &name, "on", ">secret", "~*", "&*", "+@all",

@@ -8,7 +8,9 @@ use std::fmt::Debug;
 use std::time::Duration;
 
 use redis::{Connection, cmd};
-use redisson_lock::{Error, LockClient, LockClientBuilder, LockGuard, LostReason, ReentrantLock};
+use redisson_lock::{
+    Error, LockClient, LockClientBuilder, LockGuard, LockKind, LostReason, ReentrantLock,
+};
 
 use super::observe;
 use super::server::{Server, unique, wait_until};
@@ -126,7 +128,7 @@ pub fn assert_not_held(answer: Result<(), Error>) {
     assert!(matches!(&answer, Err(Error::NotHeld { .. })), "{answer:?}");
 }
 
-pub async fn why_lost(guard: &LockGuard) -> LostReason {
+pub async fn why_lost<K: LockKind>(guard: &LockGuard<K>) -> LostReason {
     tokio::time::timeout(LIMIT, guard.lost())
         .await
         .expect("the loss is reported")

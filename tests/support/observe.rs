@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use futures::{FutureExt, poll};
 use redis::{Connection, cmd};
-use redisson_lock::{Error, LockClient, LockGuard, LostReason, Owner, ReentrantLock};
+use redisson_lock::{Error, LockClient, LockGuard, LockKind, LostReason, Owner, ReentrantLock};
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -100,7 +100,7 @@ pub fn sha1_of(script: &str) -> &'static str {
 
 /// Records when and why the lock is lost. Runs on a thread of its own, so that a busy runtime does
 /// not delay it.
-pub fn watch(guard: &LockGuard) -> oneshot::Receiver<(Instant, LostReason)> {
+pub fn watch<K: LockKind>(guard: &LockGuard<K>) -> oneshot::Receiver<(Instant, LostReason)> {
     let lost = guard.lost();
     let (report, reported) = oneshot::channel();
     let runtime = Builder::new_current_thread().enable_time().build().unwrap();
