@@ -13,20 +13,21 @@
 --   4, pttl     the same for another program, which publishes no release
 --   3, message  the lock was not acquired: the server's refusal for this name
 --
--- Idempotent: each owner acquires a lock once, so a second run finds its own value. SET NX PX sets
--- the value and its expiry in one step (https://redis.io/docs/latest/commands/set/).
+-- Idempotent: each owner acquires a lock once, so a second run finds its own value. The value and
+-- its expiry are set in one step (https://redis.io/docs/latest/commands/set/). The script reads
+-- first: a server without memory refuses SET also where the key exists and NX would set nothing.
 
 local function acquire(name, owner, lease)
-  local set = redis.pcall('set', name, owner, 'NX', 'PX', lease)
-  if set then
+  local value = redis.pcall('get', name)
+  if type(value) == 'table' then
+    return 3, value.err
+  end
+  if not value then
+    local set = redis.pcall('set', name, owner, 'PX', lease)
     if set.err then
       return 3, set.err
     end
     return 1, 1
-  end
-  local value = redis.pcall('get', name)
-  if type(value) == 'table' then
-    return 3, value.err
   end
   local left = redis.call('pttl', name)
   if value == owner then

@@ -50,6 +50,8 @@ mod runtime_end;
 mod scripts;
 mod shutdown;
 mod shutdown_pending_operations;
+mod simple_lock;
+mod simple_scripts;
 mod spans;
 mod stats;
 mod subscription;
