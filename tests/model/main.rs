@@ -8,6 +8,7 @@ mod case;
 mod checks;
 mod reference;
 mod scripts;
+mod simple_scripts;
 #[path = "../support/mod.rs"]
 mod support;
 

@@ -11,6 +11,7 @@ use crate::check;
 use crate::support::server::{Server, unique, wait_until};
 
 const ACQUIRE: &str = include_str!("../../lua/v1/acquire.lua");
+const FENCED_ACQUIRE: &str = include_str!("../../lua/v1/fenced_acquire.lua");
 const RELEASE: &str = include_str!("../../lua/v1/release.lua");
 const RENEW: &str = include_str!("../../lua/v1/renew.lua");
 const FORCE_UNLOCK: &str = include_str!("../../lua/v1/force_unlock.lua");
@@ -25,10 +26,19 @@ const OWNERS: [&str; 3] = [
 /// The allowed difference between clocks in ms, rounding included.
 const SLACK: i64 = 100;
 
+/// The script of an acquire.
+#[derive(Debug, Clone, Copy)]
+enum By {
+    Reentrant,
+    /// Whether it asks for a token.
+    Fenced(bool),
+}
+
 /// One call, or an expiry of the key.
 #[derive(Debug, Clone)]
 enum Step {
     Acquire {
+        by: By,
         owner: usize,
         lease: i64,
         before: i64,
@@ -36,6 +46,7 @@ enum Step {
     },
     /// An acquire by a client that knows the count.
     Reenter {
+        by: By,
         owner: usize,
         lease: i64,
     },
@@ -70,20 +81,35 @@ enum Answer {
     Is(i64, String),
     /// Code 0 of an acquire: another owner holds the lock. The detail is a time to live.
     Held,
+    /// Code 1 of a fenced acquire that asks for no token. The detail means nothing.
+    Granted,
 }
 
 fn is(code: i64, detail: impl ToString) -> Answer {
     Answer::Is(code, detail.to_string())
 }
 
-/// Applies a call to the state, as the script's header describes it.
-fn apply(state: &mut State, step: &Step, ran: (i64, i64)) -> Answer {
+/// The answer of an acquire that is granted, which may raise the counter.
+fn granted(by: By, target: i64, token: &mut i64) -> Answer {
+    match by {
+        By::Reentrant => is(1, target),
+        By::Fenced(false) => Answer::Granted,
+        By::Fenced(true) => {
+            *token += 1;
+            is(1, *token)
+        }
+    }
+}
+
+/// Applies a call to the state and the counter of tokens, as the script's header describes it.
+fn apply(state: &mut State, token: &mut i64, step: &Step, ran: (i64, i64)) -> Answer {
     let longer = |expires: (i64, i64), lease: i64| {
         (expires.0.max(ran.0 + lease), expires.1.max(ran.1 + lease))
     };
     match (step, state.as_mut()) {
         (
             Step::Acquire {
+                by,
                 owner,
                 lease,
                 before: 0,
@@ -92,12 +118,13 @@ fn apply(state: &mut State, step: &Step, ran: (i64, i64)) -> Answer {
             None,
         ) => {
             *state = Some((*owner, *target, (ran.0 + lease, ran.1 + lease)));
-            is(1, target)
+            granted(*by, *target, token)
         }
         (Step::Acquire { .. }, None) => is(2, 0),
         (Step::Acquire { owner, .. }, Some((other, ..))) if owner != other => Answer::Held,
         (
             Step::Acquire {
+                by,
                 lease,
                 before,
                 target,
@@ -110,7 +137,7 @@ fn apply(state: &mut State, step: &Step, ran: (i64, i64)) -> Answer {
             }
             *count = *target;
             *expires = longer(*expires, *lease);
-            is(1, target)
+            granted(*by, *target, token)
         }
         (Step::Release { .. }, None) => is(2, 0),
         (Step::Release { owner, .. }, Some((other, ..))) if owner != other => is(2, 0),
@@ -155,6 +182,10 @@ fn channel(name: &str) -> String {
     format!("redisson_lock__channel:{{{name}}}")
 }
 
+fn counter(name: &str) -> String {
+    format!("redisson_lock_token:{{{name}}}")
+}
+
 impl Fixture {
     fn new() -> Self {
         let server = Server::start();
@@ -172,21 +203,30 @@ impl Fixture {
     fn call(&mut self, name: &str, step: &Step) -> (i64, String) {
         let channel = channel(name);
         let number = |number: &i64| number.to_string();
+        let mut keys = vec![name.to_owned()];
         let (script, row) = match step {
             Step::Acquire {
+                by,
                 owner,
                 lease,
                 before,
                 target,
-            } => (
-                ACQUIRE,
-                vec![
+            } => {
+                let mut row = vec![
                     OWNERS[*owner].to_owned(),
                     number(lease),
                     number(before),
                     number(target),
-                ],
-            ),
+                ];
+                match by {
+                    By::Reentrant => (ACQUIRE, row),
+                    By::Fenced(raise) => {
+                        keys.push(counter(name));
+                        row.push(u8::from(*raise).to_string());
+                        (FENCED_ACQUIRE, row)
+                    }
+                }
+            }
             Step::Release {
                 owner,
                 lease,
@@ -208,7 +248,12 @@ impl Fixture {
             }
         };
         let mut command = cmd("EVAL");
-        command.arg(script).arg(1).arg(name).arg("ticket").arg(row);
+        command
+            .arg(script)
+            .arg(keys.len())
+            .arg(keys)
+            .arg("ticket")
+            .arg(row);
         let (ticket, code, detail): (String, i64, Value) =
             command.query(&mut self.caller).expect("a reply");
         assert_eq!(ticket, "ticket");
@@ -243,6 +288,7 @@ impl Fixture {
         let begun = Instant::now();
         let now = || begun.elapsed().as_millis() as i64;
         let mut state: State = None;
+        let mut token = 0;
         let mut freed = 0;
         for (step, twice) in steps {
             let count = |owner: &usize| {
@@ -266,10 +312,11 @@ impl Fixture {
                     state = None;
                     continue;
                 }
-                Step::Reenter { owner, lease } => {
+                Step::Reenter { by, owner, lease } => {
                     let before = count(owner);
                     let target = before.saturating_add(1);
                     Step::Acquire {
+                        by: *by,
                         owner: *owner,
                         lease: *lease,
                         before,
@@ -288,7 +335,7 @@ impl Fixture {
                 let before = state;
                 let from = now();
                 let (code, detail) = self.call(name, &step);
-                let expected = apply(&mut state, &step, (from, now() + 1));
+                let expected = apply(&mut state, &mut token, &step, (from, now() + 1));
                 match (&expected, before) {
                     (Answer::Held, Some((_, _, expires))) => {
                         let left: i64 = detail.parse().expect("ms");
@@ -298,15 +345,17 @@ impl Fixture {
                             "{context}"
                         );
                     }
+                    (Answer::Granted, _) => prop_assert_eq!(code, 1, "{}", &context),
                     _ => prop_assert_eq!(&expected, &Answer::Is(code, detail), "{}", &context),
                 }
                 freed += usize::from(before.is_some() && state.is_none());
-                // The second run changes neither the owner nor the count.
+                // The second run changes neither the owner nor the count, and gives a token of its
+                // own.
                 if time == 1 {
                     let content = |state: State| state.map(|(owner, count, _)| (owner, count));
                     prop_assert_eq!(content(state), content(before), "{}", &context);
                 }
-                self.check_key(name, state, &now)
+                self.check_key(name, state, token, &now)
                     .map_err(|error| TestCaseError::fail(format!("{context}: {error}")))?;
             }
         }
@@ -316,17 +365,27 @@ impl Fixture {
             freed,
             "the release message is published once each time the lock becomes free"
         );
-        cmd("DEL").arg(name).exec(&mut self.caller).unwrap();
+        cmd("DEL")
+            .arg(&[name.clone(), counter(name)])
+            .exec(&mut self.caller)
+            .unwrap();
         Ok(())
     }
 
-    /// Checks the key: one owner's field, and an expiry.
-    fn check_key(&mut self, name: &str, state: State, now: &dyn Fn() -> i64) -> TestCaseResult {
+    /// Checks the key and the counter: one owner's field with an expiry, and the last token.
+    fn check_key(
+        &mut self,
+        name: &str,
+        state: State,
+        token: i64,
+        now: &dyn Fn() -> i64,
+    ) -> TestCaseResult {
         let from = now();
         let mut pipe = redis::pipe();
-        pipe.atomic().hgetall(name).pttl(name);
-        let (fields, pttl): (Vec<(String, i64)>, i64) =
+        pipe.atomic().hgetall(name).pttl(name).get(counter(name));
+        let (fields, pttl, counted): (Vec<(String, i64)>, i64, Option<i64>) =
             pipe.query(&mut self.caller).expect("a reply");
+        prop_assert_eq!(counted, (token > 0).then_some(token));
         match state {
             None => prop_assert_eq!((fields, pttl), (vec![], -2)),
             Some((owner, count, expires)) => {
@@ -356,10 +415,11 @@ fn step() -> impl Strategy<Value = Step> {
         ])
     };
     let count = || prop_oneof![8 => 0..4_i64, 1 => 8..12_i64, 1 => large()];
+    let by = || prop_oneof![Just(By::Reentrant), any::<bool>().prop_map(By::Fenced)];
     prop_oneof![
-        4 => (owner(), lease(), count(), count())
-            .prop_map(|(owner, lease, before, target)| Step::Acquire { owner, lease, before, target: target.max(1) }),
-        4 => (owner(), lease()).prop_map(|(owner, lease)| Step::Reenter { owner, lease }),
+        4 => (by(), owner(), lease(), count(), count())
+            .prop_map(|(by, owner, lease, before, target)| Step::Acquire { by, owner, lease, before, target: target.max(1) }),
+        4 => (by(), owner(), lease()).prop_map(|(by, owner, lease)| Step::Reenter { by, owner, lease }),
         4 => (owner(), lease(), count()).prop_map(|(owner, lease, leave)| Step::Release { owner, lease, leave }),
         2 => (owner(), lease()).prop_map(|(owner, lease)| Step::ReleaseOne { owner, lease }),
         2 => (owner(), lease()).prop_map(|(owner, lease)| Step::Renew { owner, lease }),
