@@ -6,6 +6,7 @@
 //! Maven the tests print what is missing and pass, unless `CI=true`.
 
 mod counter;
+mod fenced;
 mod fixture;
 mod force_unlock;
 mod leases;

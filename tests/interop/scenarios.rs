@@ -8,7 +8,7 @@ use futures::future::{BoxFuture, join_all};
 
 use crate::fixture::{Direction, Failed, Fixture};
 use crate::support::java::VERSIONS;
-use crate::{counter, leases, ownership, recorder};
+use crate::{counter, fenced, leases, ownership, recorder};
 
 /// The result of a scenario: the noted differences of this Redisson version, or the failure.
 pub type Outcome = Result<Vec<Note>, Failed>;
@@ -23,6 +23,9 @@ pub enum Note {
     ShorterReentry,
     PartialRelease,
     UnlockLatch,
+    NoFencedLock,
+    TokenOnReentry,
+    IgnoredLease,
 }
 
 /// One scenario: a function, and the directions in which it runs.
@@ -59,7 +62,7 @@ macro_rules! scenario {
 }
 
 /// All scenarios, in the order of the table.
-pub const ALL: [Scenario; 14] = [
+pub const ALL: [Scenario; 17] = [
     scenario!("exclusion", [JavaToRust RustToJava], ownership::exclusion),
     scenario!("a blocked waiter is woken by the unlock", [JavaToRust RustToJava], leases::wake_up),
     scenario!("re-entry is counted", [JavaToRust RustToJava], ownership::reentry),
@@ -90,6 +93,27 @@ pub const ALL: [Scenario; 14] = [
         Together: SilentUnlock,
         Together: PartialRelease,
         Together: UnlockLatch
+    ),
+    scenario!(
+        "fenced lock: exclusion and wake-ups",
+        [JavaToRust RustToJava],
+        fenced::exclusion,
+        JavaToRust: NoFencedLock,
+        RustToJava: NoFencedLock
+    ),
+    scenario!(
+        "fenced lock: tokens on re-entry and expiry",
+        [Together],
+        fenced::reentry_and_expiry,
+        Together: NoFencedLock,
+        Together: TokenOnReentry,
+        Together: IgnoredLease
+    ),
+    scenario!(
+        "fenced lock: tokens of both sides grow strictly",
+        [Together],
+        fenced::tokens,
+        Together: NoFencedLock
     ),
 ];
 
@@ -155,12 +179,15 @@ pub async fn run_all(fixture: &Arc<Fixture>) -> Vec<Ran> {
 }
 
 impl Note {
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 8] = [
         Self::SilentUnlock,
         Self::InterruptedLock,
         Self::ShorterReentry,
         Self::PartialRelease,
         Self::UnlockLatch,
+        Self::NoFencedLock,
+        Self::TokenOnReentry,
+        Self::IgnoredLease,
     ];
 
     /// The versions with this difference.
@@ -168,13 +195,21 @@ impl Note {
         match self {
             Self::SilentUnlock | Self::InterruptedLock => &["3.8.1"],
             Self::ShorterReentry | Self::PartialRelease => &VERSIONS,
-            Self::UnlockLatch => &["4.7.0", "3.52.0", "3.45.1", "3.27.2"],
+            Self::UnlockLatch | Self::TokenOnReentry | Self::IgnoredLease => {
+                &["4.7.0", "3.52.0", "3.45.1", "3.27.2"]
+            }
+            Self::NoFencedLock => &["3.17.7", "3.8.1"],
         }
     }
 
     /// Whether it appears only in some runs.
     fn is_rare(self) -> bool {
         self == Self::UnlockLatch
+    }
+
+    /// Whether the scenario does not run with these versions.
+    pub fn is_skipped(self) -> bool {
+        self == Self::NoFencedLock
     }
 
     /// The letter in the table.
@@ -185,6 +220,9 @@ impl Note {
             Self::ShorterReentry => 'c',
             Self::PartialRelease => 'd',
             Self::UnlockLatch => 'e',
+            Self::NoFencedLock => 'f',
+            Self::TokenOnReentry => 'g',
+            Self::IgnoredLease => 'h',
         }
     }
 
@@ -212,6 +250,13 @@ impl Note {
             Self::UnlockLatch => {
                 "After an unlock the key `redisson_unlock_latch:{NAME}:REQUEST` may exist, which only the Redisson \
                  client reads that created it; up to 3.52.0 at times until it expires."
+            }
+            Self::NoFencedLock => "Not run: `RFencedLock` exists since 3.19.0.",
+            Self::TokenOnReentry => {
+                "Each re-entry of Redisson raises the token. Here all holds of a tenure have one token."
+            }
+            Self::IgnoredLease => {
+                "`lockAndGetToken(1 s)` holds the lock with the watchdog timeout, and renews it."
             }
         }
     }

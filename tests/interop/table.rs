@@ -206,19 +206,29 @@ pub fn documented() -> String {
 fn cell<'a>(ran: impl Iterator<Item = &'a Ran>) -> String {
     let mut marks = BTreeSet::new();
     let mut failed = Vec::new();
+    let mut is_skipped = false;
     for Ran {
         direction, outcome, ..
     } in ran
     {
         match outcome {
-            Ok(notes) => marks.extend(notes.iter().map(|note| note.mark().to_string())),
+            Ok(notes) => {
+                is_skipped |= notes.iter().any(|note| note.is_skipped());
+                marks.extend(notes.iter().map(|note| note.mark().to_string()));
+            }
             Err(_) => failed.push(direction.name()),
         }
     }
     match (failed.is_empty(), marks.is_empty()) {
         (false, _) => format!("FAILED ({})", failed.join(", ")),
         (true, true) => "yes".to_owned(),
-        (true, false) => format!("yes ({})", marks.into_iter().collect::<Vec<_>>().join(", ")),
+        (true, false) => {
+            let answer = if is_skipped { "no" } else { "yes" };
+            format!(
+                "{answer} ({})",
+                marks.into_iter().collect::<Vec<_>>().join(", ")
+            )
+        }
     }
 }
 

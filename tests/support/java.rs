@@ -77,6 +77,8 @@ impl PeerError {
     pub const TIMEOUT: &str = "PeerTimeout";
     /// The class of a call to which the peer did not reply before its process ended.
     pub const GONE: &str = "PeerGone";
+    /// The class of a call of a method that this version of Redisson does not have.
+    pub const NO_METHOD: &str = "NoSuchMethodException";
     /// The class of a reply whose type does not fit the call.
     pub const BAD_REPLY: &str = "PeerBadReply";
 
@@ -375,6 +377,68 @@ impl PeerThread {
     pub async fn increment(&self, name: &str, counter: &str, n: u64) -> Result<i64, PeerError> {
         let fields = json!({ "name": name, "key": counter, "n": n });
         self.call("increment", fields).await?.typed(Value::as_i64)
+    }
+
+    /// `RFencedLock.lockAndGetToken()`, or `lockAndGetToken(lease)`. 3.17.7 and 3.8.1 do not have
+    /// the lock: an error of the class [`PeerError::NO_METHOD`].
+    pub async fn lock_and_get_token(
+        &self,
+        name: &str,
+        lease: Option<Duration>,
+    ) -> Result<i64, PeerError> {
+        let fields = json!({ "name": name, "kind": "fenced", "leaseMs": lease.map(millis) });
+        self.call("lockAndGetToken", fields)
+            .await?
+            .typed(Value::as_i64)
+    }
+
+    /// `RFencedLock.tryLockAndGetToken(wait, -1)`: `None` if another owner still holds the lock
+    /// then. The limit of the call is added to `wait`.
+    pub async fn try_lock_and_get_token(
+        &self,
+        name: &str,
+        wait: Duration,
+    ) -> Result<Option<i64>, PeerError> {
+        let fields = json!({ "name": name, "kind": "fenced", "waitMs": millis(wait) });
+        let reply = self
+            .within(self.limit + wait)
+            .call("tryLockAndGetToken", fields)
+            .await?;
+        match reply.value {
+            Value::Null => Ok(None),
+            _ => reply.typed(Value::as_i64).map(Some),
+        }
+    }
+
+    /// `RFencedLock.getToken()`: the counter.
+    pub async fn token(&self, name: &str) -> Result<i64, PeerError> {
+        let fields = json!({ "name": name, "kind": "fenced" });
+        self.call("getToken", fields).await?.typed(Value::as_i64)
+    }
+
+    /// `RFencedLock.lock(lease)`, whose token nobody asks for.
+    pub async fn fenced_lock_with_lease(
+        &self,
+        name: &str,
+        lease: Duration,
+    ) -> Result<(), PeerError> {
+        let fields = json!({ "name": name, "kind": "fenced", "leaseMs": millis(lease) });
+        self.call("lock", fields).await?;
+        Ok(())
+    }
+
+    /// `RFencedLock.unlock()`.
+    pub async fn fenced_unlock(&self, name: &str) -> Result<(), PeerError> {
+        let fields = json!({ "name": name, "kind": "fenced" });
+        self.call("unlock", fields).await?;
+        Ok(())
+    }
+
+    /// Repeats n times: lock, append the token to a list, unlock.
+    pub async fn append_tokens(&self, name: &str, list: &str, n: u64) -> Result<(), PeerError> {
+        let fields = json!({ "name": name, "kind": "fenced", "key": list, "n": n });
+        self.call("appendTokens", fields).await?;
+        Ok(())
     }
 
     /// Interrupts the thread's current call. A `tryLock` then fails with an `InterruptedException`.

@@ -4,7 +4,9 @@ import java.util.HashMap;
 import java.util.Map;
 import java.util.concurrent.TimeUnit;
 import org.redisson.api.RBucket;
+import org.redisson.api.RList;
 import org.redisson.api.RLock;
+import org.redisson.api.RedissonClient;
 import org.redisson.client.codec.StringCodec;
 
 /** The commands that run on a named thread, by the name of their op. */
@@ -29,14 +31,27 @@ interface LockOp {
         ops.put("getHoldCount", (client, command) -> lockOf(client, command).getHoldCount());
         ops.put("remainTimeToLive", (client, command) -> lockOf(client, command).remainTimeToLive());
         ops.put("increment", LockOp::increment);
+        ops.put("lockAndGetToken", LockOp::lockAndGetToken);
+        ops.put("tryLockAndGetToken", (client, command) -> tokenOp("tryLockAndGetToken",
+                new Class<?>[] {long.class, long.class, TimeUnit.class}, client, command,
+                command.number("waitMs"), -1L, TimeUnit.MILLISECONDS));
+        ops.put("getToken",
+                (client, command) -> tokenOp("getToken", new Class<?>[0], client, command));
+        ops.put("appendTokens", LockOp::appendTokens);
         return ops;
     }
 
-    static RLock lockOf(Client client, Command command) {
-        return client.redisson.getLock(command.text("name"));
+    /** The lock of the command's "kind": a reentrant lock, or "fenced" (3.19.0 and later). */
+    static RLock lockOf(Client client, Command command) throws ReflectiveOperationException {
+        String name = command.text("name");
+        if (command.text("kind", "reentrant").equals("fenced")) {
+            return (RLock) RedissonClient.class.getMethod("getFencedLock", String.class)
+                    .invoke(client.redisson, name);
+        }
+        return client.redisson.getLock(name);
     }
 
-    static Object lock(Client client, Command command) {
+    static Object lock(Client client, Command command) throws ReflectiveOperationException {
         RLock lock = lockOf(client, command);
         if (command.has("leaseMs")) {
             lock.lock(command.number("leaseMs"), TimeUnit.MILLISECONDS);
@@ -46,7 +61,7 @@ interface LockOp {
         return null;
     }
 
-    static Object tryLock(Client client, Command command) throws InterruptedException {
+    static Object tryLock(Client client, Command command) throws Exception {
         RLock lock = lockOf(client, command);
         long wait = command.has("waitMs") ? command.number("waitMs") : 0;
         if (command.has("leaseMs")) {
@@ -72,7 +87,7 @@ interface LockOp {
     }
 
     /** Repeats n times: lock, read the counter, write it plus one, unlock. */
-    static Object increment(Client client, Command command) {
+    static Object increment(Client client, Command command) throws ReflectiveOperationException {
         RLock lock = lockOf(client, command);
         RBucket<String> counter = client.redisson.getBucket(command.text("key"), StringCodec.INSTANCE);
         long last = 0;
@@ -87,5 +102,39 @@ interface LockOp {
             }
         }
         return last;
+    }
+
+    /** A method of RFencedLock, which older versions do not have. */
+    static Object tokenOp(String method, Class<?>[] types, Client client, Command command,
+            Object... arguments) throws ReflectiveOperationException {
+        RLock lock = lockOf(client, command);
+        return Class.forName("org.redisson.api.RFencedLock").getMethod(method, types)
+                .invoke(lock, arguments);
+    }
+
+    static Object lockAndGetToken(Client client, Command command)
+            throws ReflectiveOperationException {
+        if (command.has("leaseMs")) {
+            return tokenOp("lockAndGetToken", new Class<?>[] {long.class, TimeUnit.class}, client,
+                    command, command.number("leaseMs"), TimeUnit.MILLISECONDS);
+        }
+        return tokenOp("lockAndGetToken", new Class<?>[0], client, command);
+    }
+
+    /** Repeats n times: lock, append the token to a list, unlock. Returns the last token. */
+    static Object appendTokens(Client client, Command command)
+            throws ReflectiveOperationException {
+        RLock lock = lockOf(client, command);
+        RList<String> list = client.redisson.getList(command.text("key"), StringCodec.INSTANCE);
+        Object token = null;
+        for (long i = command.number("n"); i > 0; i--) {
+            token = lockAndGetToken(client, command);
+            try {
+                list.add(token.toString());
+            } finally {
+                lock.unlock();
+            }
+        }
+        return token;
     }
 }
