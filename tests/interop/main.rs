@@ -13,6 +13,7 @@ mod leases;
 mod ownership;
 mod party;
 mod recorder;
+mod redis_py;
 mod scenarios;
 #[path = "../support/mod.rs"]
 mod support;
