@@ -177,11 +177,26 @@ impl Engine {
             return;
         }
         match outcome.and_then(|reply| kind.acquired(reply)) {
+            Ok(Acquired::Granted(_)) if self.has_old_token(now, id) => {
+                // Should the outcome of this call stay unknown, the first one has acquired a hold.
+                self.ops[id].is_repeated = true;
+                self.send_acquire(now, id);
+            }
             Ok(Acquired::Granted(token)) => self.granted(now, id, token),
             Ok(Acquired::Held(held)) => self.contended(now, id, held),
             Ok(Acquired::Other(found)) => self.correct(now, id, found),
             Err(failure) => self.acquire_was_refused(now, id, failure),
         }
+    }
+
+    /// Whether the hold that was granted needs a new token: the call asked for none, and the tenure
+    /// whose token it was to have was lost while the call was in flight. A repetition finds the
+    /// hold and asks for one.
+    fn has_old_token(&mut self, now: Time, id: OpId) -> bool {
+        let (entry, kind) = (self.ops[id].entry, self.ops[id].kind);
+        kind.has_tokens()
+            && self.acquiring(id).token.is_some()
+            && self.live_tenure(now, entry).is_none()
     }
 
     /// The call failed: it is repeated if that may help.
@@ -270,9 +285,9 @@ impl Engine {
         let (entry, kind, sent, request) = (op.entry, op.kind, op.sent, op.request);
         let acquire = self.acquiring(id);
         let (mode, task, count) = (acquire.mode, acquire.task, acquire.counts.target);
-        // A call that did not ask for a token went over a hold that the server still had, so the
-        // token that was known then is the tenure's.
-        let token = acquire.token.or(token);
+        // A call that asked for none joins a tenure whose token is known, or is not for a fenced
+        // lock.
+        let token = token.filter(|_| acquire.token.is_none());
         let lease = self.lease_of(mode);
         let proof = sent + lease.provable();
         // The record may have run out while the reply was under way: then the older guards are

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::support::bench::{LIMIT, assert_lost, why_lost};
 use crate::support::observe::{exists, owner_counts, owner_field, pttl, sha1_of, subscribers};
-use crate::support::proxy::{Fate, Proxy};
+use crate::support::proxy::{Fate, Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until};
 use redis::{Connection, cmd};
 use redisson_lock::{
@@ -499,6 +499,52 @@ async fn lost_replies_never_repeat_a_token() {
         inner.unlock().await.unwrap();
         outer.unlock().await.unwrap();
         assert!(!exists(&mut redis, &name));
+    }
+}
+
+/// The reply to a re-entry arrives after the tenure is lost by the client's clock: the hold begins
+/// another tenure, although the server has never freed the lock.
+#[tokio::test(flavor = "multi_thread")]
+async fn reentry_granted_after_its_tenure_was_lost_has_a_new_token() {
+    let server = Server::start();
+    let mut redis = server.connection();
+    let proxy = Proxy::start(&server).await;
+    let builder = LockClient::builder().watchdog_timeout(HOUR);
+    let client = builder.connect(&proxy.url()).await.unwrap();
+    let lock = client.fenced_lock(unique("report"));
+    let name = lock.name();
+    let reentrant = client.lock(name);
+    let mut last = 0;
+    for is_fenced in [true, false] {
+        let outer = lock.lock().lease(ms(500)).await.unwrap();
+        let owner = outer.owner();
+        assert_eq!(outer.token(), last + 1);
+        proxy.set(Way::Replies, Flow::Hold);
+        let (fenced, reentrant) = (lock.clone(), reentrant.clone());
+        let inner = tokio::spawn(async move {
+            if is_fenced {
+                let guard = fenced.lock().with_owner(owner).await.unwrap();
+                return (guard.token(), guard.run(std::future::pending::<()>()).await);
+            }
+            let guard = reentrant.lock().with_owner(owner).await.unwrap();
+            let innermost = fenced.lock().with_owner(owner).await.unwrap();
+            let pending = guard.run(std::future::pending::<()>());
+            (innermost.token(), pending.await)
+        });
+        wait_until("the re-entry has run", SOON, || {
+            owner_counts(&mut redis, name).into_values().eq([2])
+        });
+        assert_eq!(why_lost(&outer).await, LostReason::Expired);
+        proxy.set(Way::Replies, Flow::Pass);
+        let is_new = || counter(&mut redis, name) == Some((last + 2).to_string());
+        wait_until("the hold has a new token", SOON, is_new);
+        assert_lost(outer.unlock().await, LostReason::Expired);
+        assert_eq!(lock.force_unlock().await, Ok(true));
+        let (token, ended) = timeout(SOON, inner).await.unwrap().unwrap();
+        assert_lost(ended, LostReason::ForceUnlocked);
+        assert_eq!(token, last + 2, "fenced: {is_fenced}");
+        last = token;
+        wait_until("the lock is free", SOON, || !exists(&mut redis, name));
     }
 }
 
