@@ -26,7 +26,7 @@ mutants: ## Put each defect of .ci/mutants.list in, and see the simulation find 
 chaos: ## Run random faults against several processes, and judge (CHAOS_SECONDS=6..86400 CHAOS_SEED=any)
 	CHAOS_SECONDS=$${CHAOS_SECONDS:-60} bash .ci/with-redis cargo test --test chaos -- --exact random_faults_break_no_promise --nocapture
 
-interop: ## Run the scenarios side by side with every Redisson version (needs a JDK and Maven)
+interop: ## Run the scenarios side by side with every Redisson version and with redis-py (needs a JDK, Maven, Python)
 	bash .ci/with-redis bash .ci/interop
 
 bench: ## Run the benchmarks

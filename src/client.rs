@@ -86,14 +86,28 @@ impl LockClient {
     }
 
     /// The fenced lock of that name, whose guards have a token: 1 to
-    /// [`MAX_NAME_LEN`](crate::MAX_NAME_LEN) bytes. As [`lock`](Self::lock).
+    /// [`MAX_NAME_LEN`](crate::MAX_NAME_LEN) bytes. As [`lock`](Self::lock), it sends nothing.
+    ///
+    /// ```no_run
+    /// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {
+    /// let guard = client.fenced_lock("report:7").lock().await?;
+    /// println!("token {}", guard.token());
+    /// guard.unlock().await
+    /// # }
+    /// ```
     #[must_use]
     pub fn fenced_lock(&self, name: impl AsRef<str>) -> FencedLock {
         FencedLock::new(Arc::clone(&self.handle), name.as_ref())
     }
 
     /// The simple lock under that key, which is not reentrant: 1 to
-    /// [`MAX_NAME_LEN`](crate::MAX_NAME_LEN) bytes. As [`lock`](Self::lock).
+    /// [`MAX_NAME_LEN`](crate::MAX_NAME_LEN) bytes. As [`lock`](Self::lock), it sends nothing.
+    ///
+    /// ```no_run
+    /// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {
+    /// client.simple_lock("nightly").try_run(async { /* the job */ }).await?;
+    /// # Ok(()) }
+    /// ```
     #[must_use]
     pub fn simple_lock(&self, name: impl AsRef<str>) -> SimpleLock {
         SimpleLock::new(Arc::clone(&self.handle), name.as_ref())
@@ -242,7 +256,7 @@ impl LockClientBuilder {
     /// Default `redisson-lock`; 1 to 64 printable ASCII characters without spaces
     /// (<https://redis.io/docs/latest/commands/client-setname/>).
     ///
-    /// The owner in a lock's hash begins with the client id, so `CLIENT LIST` shows which process
+    /// The owner in a lock's key begins with the client id, so `CLIENT LIST` shows which process
     /// holds a lock, and at which address it runs.
     pub fn client_name(mut self, name: impl Into<String>) -> Self {
         self.client_name = Some(name.into());

@@ -4,8 +4,8 @@
 //! |---|---|
 //! | [`safety`] | what the lock promises, what happens under which fault, and what no lock can promise |
 //! | [`operations`] | log events, counters, who holds a lock, how to free it, settings |
-//! | [`recipes`] | a web handler, a nightly job, code ported from Java, tests |
-//! | [`compatibility`] | which Redisson versions were tested, and what to know when Java and Rust share a lock |
+//! | [`recipes`] | a web handler, a nightly job, a write that checks tokens, code ported from Java, tests |
+//! | [`compatibility`] | which Redisson versions were tested, what to know when Java and Rust share a lock, and redis-py |
 //! | [`wire_format`] | keys, fields, messages, scripts, commands and the ACL rule |
 //! | [`performance`] | what a lock costs, with the commands that measure it |
 //! | [`architecture`] | the modules of the source |
@@ -38,5 +38,7 @@ pages! {
 
 // Its code is compiled and run as programs of the examples, not as doctests.
 #[cfg_attr(doctest, doc = "Recipes.")]
+#[cfg_attr(not(doctest), doc = "[safety]: crate::docs::safety")]
+#[cfg_attr(not(doctest), doc = "")]
 #[cfg_attr(not(doctest), doc = include_str!("../docs/recipes.md"))]
 pub mod recipes {}

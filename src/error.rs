@@ -19,7 +19,7 @@ pub use server::{ServerError, ServerErrorKind};
 /// [`is_retryable`](Self::is_retryable).
 ///
 /// That a lock is held by another owner is not an error of
-/// [`try_lock`](crate::ReentrantLock::try_lock): there it is the answer `None`.
+/// [`try_lock`](crate::Lock::try_lock): there it is the answer `None`.
 ///
 /// ```no_run
 /// # async fn example(lock: redisson_lock::ReentrantLock) {
@@ -104,7 +104,8 @@ pub enum Error {
     },
     /// The current task waits for a lock that it holds itself under another owner, and the client
     /// was built with [`DeadlockDetection::Fail`](crate::DeadlockDetection::Fail). Nothing of the
-    /// request is left. Run the nested code in the scope of the owner that holds the lock.
+    /// request is left. Run the nested code in the scope of the owner that holds the lock; a
+    /// [`SimpleLock`](crate::SimpleLock) is released first, because nothing re-enters it.
     ///
     /// The text names the owner by its thread id. Behind
     /// [`LockClient::client_id`](crate::LockClient::client_id) and a colon it is `CLIENT:THREAD`,
@@ -165,7 +166,7 @@ pub enum Error {
     /// A new call of the same owner (in a scope, or under
     /// [`OwnerPolicy::PerTask`](crate::OwnerPolicy::PerTask)) waits for the settlement. Under the
     /// default policy a call outside a scope has a new owner: `lock()` waits as for any other
-    /// owner, and [`try_lock`](crate::ReentrantLock::try_lock) may answer `None` until then.
+    /// owner, and [`try_lock`](crate::Lock::try_lock) may answer `None` until then.
     #[error("unknown outcome {step} lock {lock:?}: {detail}")]
     #[non_exhaustive]
     OutcomeUnknown {

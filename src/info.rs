@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::owner::Owner;
 
 /// The state of a held lock at one moment: see
-/// [`ReentrantLock::inspect`](crate::ReentrantLock::inspect).
+/// [`Lock::inspect`](crate::Lock::inspect).
 ///
 /// ```no_run
 /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
@@ -20,15 +20,16 @@ use crate::owner::Owner;
 #[non_exhaustive]
 pub struct LockInfo {
     /// The owner as the server has it: `CLIENT:THREAD`. The client's connections carry CLIENT in
-    /// their names, so `CLIENT LIST` shows where it runs.
+    /// their names, so `CLIENT LIST` shows where it runs. For a [`SimpleLock`](crate::SimpleLock)
+    /// that another program holds, that program's token.
     pub owner: String,
-    /// The owner, if it is one of the client that asked. In its scope a detached hold can be
-    /// unlocked.
+    /// The owner, if it is one of the client that asked. In its scope a detached hold of a
+    /// reentrant or fenced lock can be unlocked.
     pub local_owner: Option<Owner>,
-    /// How many holds the owner has.
+    /// How many holds the owner has: 1 for a [`SimpleLock`](crate::SimpleLock).
     pub hold_count: u64,
     /// How long the server keeps the lock without a renewal. `None` if the key has no expiry, which
-    /// neither this library nor Redisson leaves behind.
+    /// neither this library nor Redisson leaves behind, but other programs may.
     pub ttl: Option<Duration>,
 }
 

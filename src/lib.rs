@@ -24,15 +24,15 @@
 //!
 //! | purpose | method |
 //! |---|---|
-//! | run a future under the lock, and stop it if the lock is lost | [`ReentrantLock::run`] |
-//! | the same, but only if the lock is free | [`ReentrantLock::try_run`] |
-//! | hold the lock across several steps | [`ReentrantLock::lock`], with [`LockGuard::lost`] |
-//! | do something else if the lock is held | [`ReentrantLock::try_lock`], [`ReentrantLock::try_lock_for`] |
-//! | port code that locks and unlocks by hand | [`LockGuard::detach`], [`ReentrantLock::unlock`], [`OwnerPolicy::PerTask`] |
-//! | see who holds the lock | [`ReentrantLock::inspect`] |
-//! | free a lock that any owner holds | [`ReentrantLock::force_unlock`] |
+//! | run a future under the lock, and stop it if the lock is lost | [`Lock::run`] |
+//! | the same, but only if the lock is free | [`Lock::try_run`] |
+//! | hold the lock across several steps | [`Lock::lock`], with [`LockGuard::lost`] |
+//! | do something else if the lock is held | [`Lock::try_lock`], [`Lock::try_lock_for`] |
+//! | port code that locks and unlocks by hand | [`LockGuard::detach`], [`Lock::unlock`], [`OwnerPolicy::PerTask`] |
+//! | see who holds the lock | [`Lock::inspect`] |
+//! | free a lock that any owner holds | [`Lock::force_unlock`] |
 //!
-//! Inside [`run`](ReentrantLock::run) the code that is awaited is the owner of the lock, and locks
+//! Inside [`run`](Lock::run) the code that is awaited is the owner of the lock, and locks
 //! it again without waiting. Outside, each acquisition has an [`Owner`] of its own, so two branches
 //! of one `join!` exclude each other.
 //!
@@ -40,9 +40,9 @@
 //!
 //! While a guard is not lost, no other owner holds the lock, as long as the server keeps what it
 //! has confirmed. An owner that loses its lock is notified before another owner can acquire it, as
-//! long as nobody takes the lock away on the server. It is no replacement for fencing tokens: what
-//! can go wrong all the same is on the page [`docs::safety`]. Read it before money depends on a
-//! lock.
+//! long as nobody takes the lock away on the server. A write that the owner has sent before may
+//! still arrive later: a resource that checks the token of a [`FencedLock`] refuses it. What can go
+//! wrong all the same is on the page [`docs::safety`]. Read it before money depends on a lock.
 //!
 //! Each acquisition has a lease. Without one of its own ([`LockRequest::lease`]) it is the watchdog
 //! timeout ([`LockClientBuilder::watchdog_timeout`], 30 s), and it is renewed after each third of

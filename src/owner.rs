@@ -18,7 +18,7 @@ tokio::task_local! {
 }
 
 /// The id of one client among all clients of a server: a UUID, as in Redisson. It is the part
-/// CLIENT of `CLIENT:THREAD`, the field that an [`Owner`] has in the hash of a lock.
+/// CLIENT of `CLIENT:THREAD`, by which an [`Owner`] is known in the key of a lock.
 ///
 /// Each [`LockClient`](crate::LockClient) gets a random id, unless
 /// [`LockClientBuilder::client_id`](crate::LockClientBuilder::client_id) sets one. Two processes
@@ -69,12 +69,15 @@ impl fmt::Display for ClientId {
 }
 
 /// The logical thread that holds a lock. An owner that locks a lock which it holds already
-/// re-enters it; any other owner waits.
+/// re-enters it; any other owner waits. Each acquisition of a [`SimpleLock`](crate::SimpleLock) has
+/// a new owner, which no scope and no policy changes; the rest of this page is about reentrant and
+/// fenced locks.
 ///
-/// On the wire an owner is the field `CLIENT:THREAD` in the hash of the lock: the
-/// [`ClientId`], and a thread id that is unique within the client. In Redisson, THREAD is the id of
-/// a Java thread. A tokio task moves between threads, and one task can run several branches at
-/// once, so in this library an owner is a value that is independent of threads and tasks.
+/// On the wire an owner is the field `CLIENT:THREAD` in the hash of the lock (the value of a simple
+/// lock): the [`ClientId`], and a thread id that is unique within the client. In Redisson, THREAD
+/// is the id of a Java thread. A tokio task moves between threads, and one task can run several
+/// branches at once, so in this library an owner is a value that is independent of threads and
+/// tasks.
 ///
 /// **Outside any scope**, each acquisition has a new owner. Nothing re-enters, and two branches of
 /// one `join!` exclude each other.
@@ -84,8 +87,8 @@ impl fmt::Display for ClientId {
 ///
 /// | function | owner of the scope |
 /// |---|---|
-/// | [`ReentrantLock::run`](crate::ReentrantLock::run) | the owner of the acquired hold |
-/// | [`LockGuard::run`](crate::LockGuard::run) | the owner of the guard's hold |
+/// | [`Lock::run`](crate::Lock::run), except of a simple lock | the owner of the acquired hold |
+/// | [`LockGuard::run`](crate::LockGuard::run), except of a simple lock | the owner of the guard's hold |
 /// | [`Owner::scope`] | a new owner |
 /// | [`OwnerExt::with_owner`] | the owner that is passed |
 ///

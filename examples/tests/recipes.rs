@@ -4,6 +4,9 @@
 #[path = "../recipes/axum_handler.rs"]
 mod axum_handler;
 #[allow(dead_code, reason = "its main is for the example")]
+#[path = "../recipes/fenced_write.rs"]
+mod fenced_write;
+#[allow(dead_code, reason = "its main is for the example")]
 #[path = "../recipes/from_java.rs"]
 mod from_java;
 #[allow(dead_code, reason = "its main is for the example")]
@@ -99,6 +102,31 @@ async fn nightly_job_that_takes_too_long_is_stopped_and_left_to_others() {
     let outcome = run_once(&lock, short, std::future::pending::<()>()).await;
     assert_eq!(outcome, Ok(Outcome::TimedOut));
     assert_eq!(lock.inspect().await, Ok(None));
+}
+
+/// An owner is stopped after it has taken its token, and writes when the next owner has the lock.
+#[tokio::test]
+async fn fenced_write_of_an_owner_that_lost_the_lock_is_refused() {
+    let server = Server::start();
+    let client = LockClient::connect(&server.url()).await.unwrap();
+    let reports = redis::Client::open(server.url()).unwrap();
+    let mut reports = reports.get_multiplexed_async_connection().await.unwrap();
+    let (lock, key) = (client.fenced_lock("lock:report:7"), "report:7");
+    let late = lock.lock().lease(Duration::from_millis(50)).await.unwrap();
+    late.lost().await;
+    let written = fenced_write::renew_report(&lock, &mut reports, key).await;
+    assert!(written.unwrap().unwrap());
+    let text = "made under the lock that is lost";
+    let written = fenced_write::write_report(&mut reports, key, late.token(), text).await;
+    assert!(!written.unwrap());
+    let written = fenced_write::renew_report(&lock, &mut reports, key).await;
+    assert!(written.unwrap().unwrap());
+    let text: String = redis::cmd("HGET")
+        .arg(&[key, "text"])
+        .query_async(&mut reports)
+        .await
+        .unwrap();
+    assert_eq!(text, "made under token 3");
 }
 
 #[tokio::test]

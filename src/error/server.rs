@@ -89,7 +89,8 @@ pub enum ServerErrorKind {
     /// `NOPERM`: the user lacks a right. [`docs::wire_format`](crate::docs::wire_format) lists the
     /// rights that are needed.
     NoPermission,
-    /// `WRONGTYPE`: the lock's key holds a value of another type. Choose another lock name.
+    /// `WRONGTYPE`: the lock's key holds a value of another type, such as a lock of another kind.
+    /// Choose another lock name.
     WrongType,
     /// `OOM`: the server has reached `maxmemory` and may evict nothing. Raise the limit, or free
     /// memory.

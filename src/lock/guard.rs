@@ -112,7 +112,8 @@ impl<K: LockKind> LockGuard<K> {
     }
 
     /// Runs the future in the owner's scope, where locking the same lock re-enters it, and drops it
-    /// when the lock is lost. The guard stays.
+    /// when the lock is lost. The guard stays. With a simple lock, which nothing re-enters, the
+    /// scope is the surrounding one.
     ///
     /// ```no_run
     /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
@@ -238,7 +239,7 @@ impl<K: ReentrantKind> LockGuard<K> {
     /// How many holds the owner has on the lock, by this client's record: 1, and one more for each
     /// re-entry. 0 once the lock is lost.
     ///
-    /// It sends nothing. [`ReentrantLock::hold_count_of`](crate::ReentrantLock::hold_count_of) asks
+    /// It sends nothing. [`Lock::hold_count_of`](crate::Lock::hold_count_of) asks
     /// the server.
     #[must_use]
     pub fn hold_count(&self) -> u64 {
@@ -253,7 +254,7 @@ impl<K: ReentrantKind> LockGuard<K> {
     /// Keeps the hold without a guard, and returns the owner that can unlock it.
     ///
     /// The lock stays held, and renewed if it was acquired without a lease, until
-    /// [`ReentrantLock::unlock`](crate::ReentrantLock::unlock) releases the hold in the scope of
+    /// [`Lock::unlock`](crate::Lock::unlock) releases the hold in the scope of
     /// the owner, or until the client is shut down. Where the owner was current when the lock was
     /// acquired (inside a scope, or under
     /// [`OwnerPolicy::PerTask`](crate::OwnerPolicy::PerTask)) it still is, and `unlock()` is

@@ -20,7 +20,16 @@ use crate::time::Time;
 /// A reentrant lock that all clients of one server share, Java services with Redisson's `RLock`
 /// included. [`LockClient::lock`](crate::LockClient::lock) makes one.
 ///
-/// Which owner a hold belongs to, and when an acquisition re-enters, is described at [`Owner`].
+/// Which owner a hold belongs to, and when an acquisition re-enters, is described at [`Owner`]. The
+/// methods are described at [`Lock`].
+///
+/// ```no_run
+/// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {
+/// let lock: redisson_lock::ReentrantLock = client.lock("order:42");
+/// let total = lock.run(async { 40 + 2 }).await?;
+/// # assert_eq!(total, 42);
+/// # Ok(()) }
+/// ```
 pub type ReentrantLock = Lock<Reentrant>;
 
 /// A reentrant lock whose guards have a [fencing token](LockGuard::token), Java services with
@@ -48,10 +57,14 @@ pub type FencedLock = Lock<Fenced>;
 /// (<https://redis.io/docs/latest/commands/set/#patterns>), released by compare-and-delete.
 /// [`LockClient::simple_lock`](crate::LockClient::simple_lock) makes one.
 ///
-/// It excludes such programs (the `Lock` of Python's redis-py is one) on the same key. Waiters of
-/// this library are woken by a message when another one releases the lock. Other programs publish
-/// no message, so while one of them holds the lock its waiters look every 0.1 s (less often while
-/// this process waits for more than 100 locks).
+/// It excludes such programs (the `Lock` of Python's redis-py is one) on the same key. An owner of
+/// this library publishes its release, which wakes the waiters. Other programs publish nothing, so
+/// while one of them holds the lock a waiter looks every 0.1 s (less often while this process waits
+/// for more than 100 locks). A value of the form `UUID:NUMBER` is taken for an owner of this
+/// library.
+///
+/// The key holds one kind of lock: a reentrant or fenced lock of that name is refused with
+/// [`ServerErrorKind::WrongType`](crate::ServerErrorKind::WrongType).
 ///
 /// Each acquisition has an owner of its own, whatever scope surrounds it: a task that acquires the
 /// lock twice waits for itself (see [`DeadlockDetection`](crate::DeadlockDetection)).
@@ -63,7 +76,23 @@ pub type FencedLock = Lock<Fenced>;
 /// ```
 pub type SimpleLock = Lock<Simple>;
 
-/// A lock by its name: a [`ReentrantLock`], a [`FencedLock`] or a [`SimpleLock`].
+/// A lock by its name: a [`ReentrantLock`], a [`FencedLock`] or a [`SimpleLock`], which are aliases
+/// of this type. All methods are on this page; those of `Lock<K> where K: ReentrantKind` exist for
+/// reentrant and fenced locks.
+///
+/// ```no_run
+/// use redisson_lock::{Error, Lock, LockClient, LockKind};
+///
+/// /// Any kind of lock will do.
+/// async fn guarded<K: LockKind>(lock: &Lock<K>) -> Result<u32, Error> {
+///     lock.run(async { 40 + 2 }).await
+/// }
+///
+/// # async fn example(client: LockClient) -> Result<(), Error> {
+/// guarded(&client.lock("order:42")).await?;
+/// guarded(&client.simple_lock("nightly")).await?;
+/// # Ok(()) }
+/// ```
 ///
 /// It is cheap to clone. Making one sends nothing, and nothing has to be cleaned up. An invalid
 /// name is refused by the first operation.
@@ -93,11 +122,10 @@ impl<K: LockKind> Lock<K> {
     /// Acquires the lock, runs the future as its owner, and releases the lock: as a `synchronized`
     /// block does in Java.
     ///
-    /// Code that the future calls re-enters the lock, unless it is a [`SimpleLock`]: it locks it
-    /// again without waiting. If the
-    /// lock is lost, the future is dropped where it stands, and the error is [`Error::Lost`]. The
-    /// output is returned only if the lock was held for as long as the future ran. It waits for the
-    /// lock without limit; `lock().timeout(..).run(..)` limits it.
+    /// Code that the future calls re-enters the lock (it locks it again without waiting), unless
+    /// it is a [`SimpleLock`]. If the lock is lost, the future is dropped where it stands, and the
+    /// error is [`Error::Lost`]. The output is returned only if the lock was held for as long as
+    /// the future ran. It waits for the lock without limit; `lock().timeout(..).run(..)` limits it.
     ///
     /// ```no_run
     /// # async fn example(client: redisson_lock::LockClient) -> Result<(), redisson_lock::Error> {

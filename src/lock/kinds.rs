@@ -2,23 +2,41 @@
 
 use crate::kind::Kind;
 
-/// The kind of a [`Lock`](crate::Lock): [`Reentrant`], [`Fenced`] or [`Simple`].
+/// The kind of a [`Lock`](crate::Lock): [`Reentrant`], [`Fenced`] or [`Simple`]. For code that
+/// works with each of them:
+///
+/// ```
+/// use redisson_lock::{Lock, LockKind};
+///
+/// fn name_of<K: LockKind>(lock: &Lock<K>) -> &str {
+///     lock.name()
+/// }
+/// ```
 pub trait LockKind: sealed::Sealed {}
 
 /// A kind of lock that its owner can acquire again: [`Reentrant`] or [`Fenced`].
+///
+/// ```
+/// use redisson_lock::{LockGuard, ReentrantKind};
+///
+/// fn holds<K: ReentrantKind>(guard: &LockGuard<K>) -> u64 {
+///     guard.hold_count()
+/// }
+/// ```
 pub trait ReentrantKind: LockKind {}
 
-/// The kind of a [`ReentrantLock`](crate::ReentrantLock).
+/// The kind of a [`ReentrantLock`](crate::ReentrantLock): `LockGuard` without a parameter is
+/// `LockGuard<Reentrant>`. It has no values.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Reentrant;
 
-/// The kind of a [`FencedLock`](crate::FencedLock).
+/// The kind of a [`FencedLock`](crate::FencedLock), as in `LockGuard<Fenced>`. It has no values.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Fenced;
 
-/// The kind of a [`SimpleLock`](crate::SimpleLock).
+/// The kind of a [`SimpleLock`](crate::SimpleLock), as in `LockGuard<Simple>`. It has no values.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Simple;

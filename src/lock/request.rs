@@ -22,7 +22,7 @@ use crate::keys::Keys;
 use crate::kind::Kind;
 use crate::owner::{Owner, TaskKey};
 
-/// A request to acquire a lock: see [`ReentrantLock::lock`](crate::ReentrantLock::lock). Await it,
+/// A request to acquire a lock: see [`Lock::lock`](crate::Lock::lock). Await it,
 /// or let it [`run`](Self::run) a future.
 ///
 /// Awaiting it yields the guard. The owner is the one that is current at the first poll.
@@ -66,7 +66,7 @@ impl<K: LockKind> LockRequest<K> {
     }
 
     /// Acquires the lock, runs the future as its owner, and releases the lock: as
-    /// [`ReentrantLock::run`](crate::ReentrantLock::run), with the options of this request.
+    /// [`Lock::run`](crate::Lock::run), with the options of this request.
     ///
     /// ```no_run
     /// # async fn example(lock: redisson_lock::ReentrantLock) -> Result<(), redisson_lock::Error> {
@@ -78,10 +78,10 @@ impl<K: LockKind> LockRequest<K> {
     /// ```
     ///
     /// # Errors
-    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    /// As [`Lock::run`](crate::Lock::run).
     ///
     /// # Cancel safety
-    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    /// As [`Lock::run`](crate::Lock::run).
     pub async fn run<F: Future>(self, future: F) -> Result<F::Output, Error> {
         self.await?.run_and_unlock(future).await
     }
@@ -90,10 +90,10 @@ impl<K: LockKind> LockRequest<K> {
     /// must be notified of a loss.
     ///
     /// # Errors
-    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    /// As [`Lock::run`](crate::Lock::run).
     ///
     /// # Cancel safety
-    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    /// As [`Lock::run`](crate::Lock::run).
     pub async fn run_with<F, T>(self, work: F) -> Result<T, Error>
     where
         F: AsyncFnOnce(&LockGuard<K>) -> T,
@@ -114,8 +114,8 @@ impl<K: LockKind> IntoFuture for LockRequest<K> {
 }
 
 /// A request to acquire a lock that may be answered with "no": see
-/// [`ReentrantLock::try_lock`](crate::ReentrantLock::try_lock) and
-/// [`ReentrantLock::try_lock_for`](crate::ReentrantLock::try_lock_for). Await it, or let it
+/// [`Lock::try_lock`](crate::Lock::try_lock) and
+/// [`Lock::try_lock_for`](crate::Lock::try_lock_for). Await it, or let it
 /// [`run`](Self::run) a future.
 ///
 /// Awaiting it yields the guard, or `None` if another owner holds the lock.
@@ -156,10 +156,10 @@ impl<K: LockKind> TryLockRequest<K> {
     /// owner holds the lock; then the future did not run.
     ///
     /// # Errors
-    /// As [`ReentrantLock::run`](crate::ReentrantLock::run), without [`Error::AcquireTimeout`].
+    /// As [`Lock::run`](crate::Lock::run), without [`Error::AcquireTimeout`].
     ///
     /// # Cancel safety
-    /// As [`ReentrantLock::run`](crate::ReentrantLock::run).
+    /// As [`Lock::run`](crate::Lock::run).
     pub async fn run<F: Future>(self, future: F) -> Result<Option<F::Output>, Error> {
         match self.await? {
             Some(guard) => guard.run_and_unlock(future).await.map(Some),

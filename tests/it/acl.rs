@@ -19,6 +19,18 @@ fn documented_rule() -> String {
     )
 }
 
+/// What docs/wire-format.md adds to the rule for the kind of lock that needs this key or channel.
+fn documented_addition(pattern: &str) -> &'static str {
+    let text = include_str!("../../docs/wire-format.md");
+    let mut blocks = text.split("```text\n").skip(1);
+    let block = blocks.find(|block| block.starts_with(pattern));
+    let block = block.unwrap_or_else(|| panic!("docs/wire-format.md has no rule for {pattern}"));
+    block.split("```").next().expect("the rule ends")
+}
+
+const COUNTERS: &str = "~redisson_lock_token:";
+const SIMPLE_CHANNELS: &str = "&simple_lock__channel:";
+
 /// Adds a user with that rule, and returns the URL that connects as that user.
 fn user(server: &Server, name: &str, rule: &str) -> String {
     let mut command = redis::cmd("ACL");
@@ -98,6 +110,66 @@ async fn documented_acl_rule_allows_every_command() {
     ));
     owner.shutdown().await.unwrap();
     waiter.shutdown().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn documented_additions_allow_every_command_of_the_other_kinds() {
+    let server = Server::start();
+    let rule = [
+        &documented_rule(),
+        documented_addition(COUNTERS),
+        documented_addition(SIMPLE_CHANNELS),
+    ];
+    let url = user(&server, "app", &rule.join("\n"));
+    let builder = LockClient::builder().recheck_interval(Duration::from_secs(3_600));
+    let client = builder.connect(&url).await.unwrap();
+    let (fenced, simple) = (
+        client.fenced_lock("app:report"),
+        client.simple_lock("app:job"),
+    );
+    // Beyond 2^53 the token is read by a command of its own.
+    let _: () = redis::cmd("SET")
+        .arg(&["redisson_lock_token:{app:report}", "9007199254740992"])
+        .query(&mut server.connection())
+        .unwrap();
+    let guard = fenced.lock().await.unwrap();
+    assert_eq!(guard.token(), 9_007_199_254_740_993);
+    guard.run(fenced.run(async {})).await.unwrap().unwrap();
+    guard.unlock().await.unwrap();
+
+    let guard = simple.lock().await.unwrap();
+    let waiting = tokio::spawn(simple.lock().into_future());
+    let mut plain = server.connection();
+    crate::support::server::wait_until("the waiter is subscribed", Duration::from_secs(10), || {
+        crate::support::observe::channels(&mut plain) == 1
+    });
+    guard.unlock().await.unwrap();
+    let guard = tokio::time::timeout(Duration::from_secs(20), waiting).await;
+    let guard = guard.expect("the message wakes it").unwrap().unwrap();
+    assert!(simple.inspect().await.unwrap().is_some());
+    assert!(simple.force_unlock().await.unwrap());
+    assert!(guard.unlock().await.unwrap_err().is_lost());
+    assert_eq!(refusals(&server).await, 0, "every command was allowed");
+}
+
+#[tokio::test]
+async fn other_kinds_without_their_rights_are_refused_and_leave_nothing() {
+    let server = Server::start();
+    let url = user(&server, "app", &documented_rule());
+    let client = LockClient::connect(&url).await.unwrap();
+    let answers = [
+        client.fenced_lock("app:report").lock().await.map(drop),
+        client.simple_lock("app:report").lock().await.map(drop),
+        client.fenced_lock("app:report").try_lock().await.map(drop),
+    ];
+    for answer in answers {
+        assert!(matches!(answer, Err(Error::Server { .. })), "{answer:?}");
+    }
+    let keys: i64 = redis::cmd("DBSIZE")
+        .query(&mut server.connection())
+        .unwrap();
+    assert_eq!(keys, 0);
+    client.lock("app:report").run(async {}).await.unwrap();
 }
 
 #[tokio::test]

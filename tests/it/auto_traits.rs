@@ -8,9 +8,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use redisson_lock::{
-    ClientId, Error, LockClient, LockClientBuilder, LockGuard, LockInfo, LockRequest, LostReason,
-    Owner, OwnerExt, OwnerPolicy, ReentrantLock, ServerError, Stats, Step, TryLockRequest,
-    WithOwner,
+    ClientId, Error, Fenced, FencedLock, Lock, LockClient, LockClientBuilder, LockGuard, LockInfo,
+    LockKind, LockRequest, LostReason, Owner, OwnerExt, OwnerPolicy, Reentrant, ReentrantKind,
+    ReentrantLock, ServerError, Simple, SimpleLock, Stats, Step, TryLockRequest, WithOwner,
 };
 
 fn is_send<T: Send + ?Sized>() {}
@@ -39,6 +39,51 @@ mod checked {
         is_static::<LockGuard>();
         is_send::<LockClientBuilder>();
         is_sync::<LockClientBuilder>();
+    }
+
+    /// The kind adds nothing: it has no values.
+    fn each_kind_is_send_and_sync<K: LockKind>(lock: Lock<K>, guard: LockGuard<K>) {
+        is_send::<Lock<K>>();
+        is_sync::<Lock<K>>();
+        is_static::<Lock<K>>();
+        is_send::<LockGuard<K>>();
+        is_sync::<LockGuard<K>>();
+        is_static::<LockGuard<K>>();
+        is_send::<LockRequest<K>>();
+        is_send::<TryLockRequest<K>>();
+        fn is_clone<T: Clone>() {}
+        is_clone::<Lock<K>>();
+        fn is_debug<T: Debug>() {}
+        is_debug::<Lock<K>>();
+        is_debug::<LockGuard<K>>();
+        is_debug::<LockRequest<K>>();
+        is_debug::<TryLockRequest<K>>();
+        fn is_unpin<T: Unpin>() {}
+        is_unpin::<Lock<K>>();
+        is_unpin::<LockGuard<K>>();
+        assert_send_static(lock.lock().into_future());
+        assert_send_static(lock.try_lock().lease(Duration::ZERO).into_future());
+        assert_send_static(lock.run(async { String::new() }));
+        assert_send(lock.inspect());
+        assert_send(lock.is_locked());
+        assert_send(lock.force_unlock());
+        assert_send_static(guard.lost());
+        assert_send(guard.run(async { String::new() }));
+        assert_send_static(guard.unlock());
+    }
+
+    fn reentrant_kinds_unlock_and_detach<K: ReentrantKind>(lock: Lock<K>, guard: LockGuard<K>) {
+        assert_send(lock.unlock());
+        assert_send(lock.is_held_by(guard.owner()));
+        let _: (u64, Owner) = (guard.hold_count(), guard.detach());
+    }
+
+    fn kinds_of_lock_are_aliases(fenced: FencedLock, simple: SimpleLock, lock: ReentrantLock) {
+        let _: (Lock<Fenced>, Lock<Simple>, Lock<Reentrant>) = (fenced, simple, lock);
+        let _: fn(&LockGuard<Fenced>) -> i64 = LockGuard::token;
+        fn is_reentrant<K: ReentrantKind>() {}
+        is_reentrant::<Fenced>();
+        is_reentrant::<Reentrant>();
     }
 
     fn requests_are_send() {

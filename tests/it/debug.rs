@@ -20,6 +20,18 @@ async fn debug_of_types_shows_values_and_no_inside() {
     for text in &texts {
         assert!(!text.contains("Ok("), "{text}");
     }
+    let (fenced, simple) = (client.fenced_lock("report"), client.simple_lock("nightly"));
+    assert!(format!("{lock:?}").starts_with("ReentrantLock { name: \"stock\""));
+    assert!(format!("{fenced:?}").starts_with("FencedLock { name: \"report\""));
+    assert!(format!("{simple:?}").starts_with("SimpleLock { name: \"nightly\""));
+    let guard = simple.lock().await.unwrap();
+    let text = format!("{guard:?} {:?}", simple.lock());
+    assert!(
+        text.contains("lock: \"nightly\"") && text.contains("lost: None"),
+        "{text}"
+    );
+    assert!(!text.contains("PhantomData"), "{text}");
+    guard.unlock().await.unwrap();
     let owner = Owner::from_thread_id(7).unwrap();
     assert!(!format!("{owner:?}").contains("private"), "{owner:?}");
 }
