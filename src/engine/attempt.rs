@@ -22,6 +22,8 @@ pub(super) struct Acquire {
     mode: Mode,
     task: TaskKey,
     patience: Duration,
+    /// When it is not retried any more, if the request has a wait time.
+    ends: Option<Time>,
     /// Whether the owner's hold count is being read.
     is_counting: bool,
     counts: Counts,
@@ -37,6 +39,17 @@ pub(super) struct Acquire {
 /// the count.
 const CORRECTIONS: u8 = 4;
 
+impl Acquire {
+    /// How long transient errors are retried if it starts now: an attempt that starts at the end of
+    /// a wait does not wait as long once more.
+    fn patience_at(&self, now: Time) -> Duration {
+        match self.ends {
+            Some(ends) => self.patience.min(ends.since(now)),
+            None => self.patience,
+        }
+    }
+}
+
 impl Engine {
     /// Begins an attempt for a request. `queued` is the patience of an attempt for the head of the
     /// wait queue; other attempts pass the queue.
@@ -45,12 +58,16 @@ impl Engine {
             return;
         };
         request.asked = true;
+        let ends = request
+            .ends
+            .map(|ends| ends.max(request.begun + self.settings.command_timeout));
         let patience = queued.unwrap_or(request.patience);
         let entry = request.entry;
         let acquire = Acquire {
             mode: request.mode,
             task: request.task,
             patience,
+            ends,
             is_counting: false,
             counts: Counts {
                 before: 0,
@@ -61,9 +78,9 @@ impl Engine {
             corrections: 0,
         };
         // From now on the attempt has a limit of its own.
-        let limit = now + patience.max(self.settings.command_timeout);
+        let limit = acquire.patience_at(now).max(self.settings.command_timeout);
+        let limit = now + limit;
         let mut op = Op::new(entry, request.kind, Some(id), Action::Acquire(acquire));
-        op.backoff = Backoff::new(now, patience);
         let waits = self.entries[entry].has_operations();
         if waits {
             self.timers.set(Timer::Request(id), limit);
@@ -88,7 +105,7 @@ impl Engine {
         let Action::Acquire(acquire) = &mut op.action else {
             return;
         };
-        op.backoff = Backoff::new(now, acquire.patience);
+        op.backoff = Backoff::new(now, acquire.patience_at(now));
         if let Some(request) = request {
             self.timers.clear(Timer::Request(request));
         }

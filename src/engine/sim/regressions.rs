@@ -22,7 +22,11 @@ pub(super) struct Bench {
 }
 
 pub(super) fn granted() -> Result<Reply, Failure> {
-    Ok(Reply::List(vec![Reply::Int(1), Reply::Int(1)]))
+    answered(1, 1)
+}
+
+fn answered(code: i64, number: i64) -> Result<Reply, Failure> {
+    Ok(Reply::List(vec![Reply::Int(code), Reply::Int(number)]))
 }
 
 fn no_connection() -> Failure {
@@ -77,16 +81,20 @@ impl Bench {
         self.engine.handle_timeout(self.now);
     }
 
-    fn hold(&mut self, lease: Option<Duration>) -> HoldId {
+    fn acquire(&mut self, kind: Kind, wait: Wait, lease: Option<Duration>) -> RequestId {
         let request = AcquireRequest {
             keys: self.keys.clone(),
-            kind: Kind::Reentrant,
+            kind,
             owner: Owner::numbered(5),
             lease: lease.map(|lease| LeaseTime::new(lease).unwrap()),
-            wait: Wait::Unlimited,
+            wait,
             task: TaskKey(1),
         };
-        let request = self.engine.acquire(self.now, request);
+        self.engine.acquire(self.now, request)
+    }
+
+    fn hold(&mut self, lease: Option<Duration>) -> HoldId {
+        let request = self.acquire(Kind::Reentrant, Wait::Unlimited, lease);
         let call = self.call();
         self.reply(call, granted());
         self.engine.claim(self.now, request).unwrap().hold
@@ -142,15 +150,7 @@ fn question_without_reply_ends_at_limit_of_shutdown() {
 fn guard_is_dropped_after_limit_of_shutdown() {
     let mut bench = Bench::new();
     let outer = bench.hold(None);
-    let request = AcquireRequest {
-        keys: bench.keys.clone(),
-        kind: Kind::Reentrant,
-        owner: Owner::numbered(5),
-        lease: None,
-        wait: Wait::Unlimited,
-        task: TaskKey(1),
-    };
-    bench.engine.acquire(bench.now, request);
+    bench.acquire(Kind::Reentrant, Wait::Unlimited, None);
     bench.call();
     bench.engine.close(bench.now);
     bench.wait(Duration::from_secs(2));
@@ -163,20 +163,9 @@ fn guard_is_dropped_after_limit_of_shutdown() {
 #[test]
 fn request_that_fails_at_shutdown_completes_once() {
     let mut bench = Bench::new();
-    let acquire = |bench: &mut Bench, wait| {
-        let request = AcquireRequest {
-            keys: bench.keys.clone(),
-            kind: Kind::Reentrant,
-            owner: Owner::numbered(5),
-            lease: None,
-            wait,
-            task: TaskKey(1),
-        };
-        bench.engine.acquire(bench.now, request)
-    };
-    let waiter = acquire(&mut bench, Wait::Unlimited);
+    let waiter = bench.acquire(Kind::Reentrant, Wait::Unlimited, None);
     let call = bench.call();
-    let other = acquire(&mut bench, Wait::AtMost(Duration::ZERO));
+    let other = bench.acquire(Kind::Reentrant, Wait::AtMost(Duration::ZERO), None);
     bench.engine.close(bench.now);
     bench.reply(call, Err(no_connection()));
     bench.wait(Duration::from_millis(50));
@@ -222,5 +211,31 @@ fn last_release_fails_after_loss() {
             .unlock(bench.now, &keys, Kind::Reentrant, owner);
         assert!(bench.outcome(request).is_some());
         assert!(bench.engine.is_empty(), "{}", bench.engine.remains());
+    }
+}
+
+/// The attempt was retried for as long as the wait, once more.
+#[test]
+fn attempt_at_end_of_wait_ends_with_wait() {
+    let mut bench = Bench::new();
+    let wait = Duration::from_secs(1);
+    let begun = bench.now;
+    let request = bench.acquire(Kind::Reentrant, Wait::AtMost(wait), None);
+    let call = bench.call();
+    bench.reply(call, answered(0, 60_000));
+    bench.wait(wait * 9 / 10);
+    let channel = bench.keys.channel.clone();
+    bench.engine.handle_message(bench.now, &channel);
+    let is_completed = |bench: &Bench| {
+        let mut events = bench.events.iter();
+        events.any(|event| matches!(event, Event::Completed(id, _) if *id == request))
+    };
+    while !is_completed(&bench) {
+        assert!(bench.now.since(begun) <= wait, "the wait is over");
+        for call in bench.calls() {
+            bench.reply(call, Err(no_connection()));
+        }
+        bench.calls();
+        bench.wait(Duration::from_millis(5));
     }
 }
