@@ -13,6 +13,9 @@ use crate::owner::{ClientId, Owner, TaskKey};
 use crate::time::Time;
 use crate::wire::{Failure, Reply};
 
+/// How long the watchdog's lease counts as proved.
+const PROOF: Duration = Duration::from_millis(2_700);
+
 /// An engine without a server: the test replies to each call.
 pub(super) struct Bench {
     pub(super) engine: Engine,
@@ -212,6 +215,26 @@ fn last_release_fails_after_loss() {
         assert!(bench.outcome(request).is_some());
         assert!(bench.engine.is_empty(), "{}", bench.engine.remains());
     }
+}
+
+/// The guard of the new tenure had the token of the lost guards, which may still be in use.
+#[test]
+fn tenure_after_loss_during_reentry_has_token_of_its_own() {
+    let mut bench = Bench::new();
+    let outer = bench.acquire(Kind::Fenced, Wait::Unlimited, None);
+    let call = bench.call();
+    bench.reply(call, answered(1, 5));
+    let outer = bench.engine.claim(bench.now, outer).unwrap();
+    assert_eq!(outer.token, Some(5));
+    let inner = bench.acquire(Kind::Fenced, Wait::Unlimited, None);
+    let call = bench.call();
+    bench.now = bench.now + PROOF;
+    bench.reply(call, answered(1, 0));
+    let call = bench.call();
+    bench.reply(call, answered(1, 6));
+    let inner = bench.engine.claim(bench.now, inner).unwrap();
+    assert!(outer.cell.lost(bench.now).is_some());
+    assert_eq!(inner.token, Some(6));
 }
 
 /// The attempt was retried for as long as the wait, once more.
