@@ -7,6 +7,7 @@ use bytes::Bytes;
 use crate::config::LeaseTime;
 use crate::error::{Error, ServerError};
 use crate::keys::Keys;
+use crate::owner::Owner;
 use crate::script::catalog::{
     ACQUIRE, COUNT, FENCED_ACQUIRE, FORCE_UNLOCK, INSPECT, RELEASE, RENEW, SIMPLE_ACQUIRE,
     SIMPLE_COUNT, SIMPLE_INSPECT, SIMPLE_RELEASE, SIMPLE_RENEW,
@@ -117,6 +118,11 @@ impl Kind {
     /// Whether an owner that holds the lock can acquire it again.
     pub(crate) fn is_reentrant(self) -> bool {
         self != Self::Simple
+    }
+
+    /// The owner of an acquisition where `current` is the ambient one; `None` for a new owner.
+    pub(crate) fn owner(self, current: Option<Owner>) -> Option<Owner> {
+        current.filter(|_| self.is_reentrant())
     }
 
     /// Whether grants have a token.

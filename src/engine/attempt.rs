@@ -80,7 +80,7 @@ impl Engine {
         // From now on the attempt has a limit of its own.
         let limit = acquire.patience_at(now).max(self.settings.command_timeout);
         let limit = now + limit;
-        let mut op = Op::new(entry, request.kind, Some(id), Action::Acquire(acquire));
+        let op = Op::new(entry, request.kind, Some(id), Action::Acquire(acquire));
         let waits = self.entries[entry].has_operations();
         if waits {
             self.timers.set(Timer::Request(id), limit);

@@ -286,9 +286,7 @@ impl<K: LockKind> Options<K> {
         };
         let client = self.client;
         let current = client.owner_policy.current();
-        let owner = current
-            .filter(|_| K::KIND.is_reentrant())
-            .unwrap_or_else(Owner::new);
+        let owner = K::KIND.owner(current).unwrap_or_else(Owner::new);
         let request = AcquireRequest {
             keys: keys.clone(),
             kind: K::KIND,

@@ -1,4 +1,4 @@
-//! What callers do: random programs, and clients of Redisson on the same keys.
+//! What callers do: random programs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use bytes::Bytes;
 use rand::Rng;
 
 use super::super::{AcquireRequest, HoldId, Notice, Outcome, RequestId, Wait};
-use super::oracle::Sure;
+use super::oracle::{Sure, Token};
 use super::world::{Event, World};
 use crate::config::LeaseTime;
 use crate::error::Error;
@@ -61,15 +61,29 @@ pub(super) struct Tracked {
     pub(super) caller: Option<usize>,
     pub(super) what: What,
     pub(super) state: State,
+    pub(super) begun: Time,
+    /// By how much the client was late until then.
+    pub(super) late: Duration,
+    pub(super) is_resumed: bool,
     /// The run of the script that granted it.
     run: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum What {
-    Acquire { lock: usize, owner: Owner },
-    Release { lock: usize },
-    Unlock { lock: usize, owner: Owner },
+    Acquire {
+        lock: usize,
+        owner: Owner,
+        kind: Kind,
+        wait: Wait,
+    },
+    Release {
+        lock: usize,
+    },
+    Unlock {
+        lock: usize,
+        owner: Owner,
+    },
     Query,
     Force,
     Close,
@@ -103,6 +117,9 @@ impl World {
             caller,
             what,
             state: State::Pending,
+            begun: now,
+            late: self.clients[client].health.late(),
+            is_resumed: false,
             run: 0,
         };
         self.clients[client].tracked.insert(request, tracked);
@@ -122,16 +139,22 @@ impl World {
         lease: Option<Duration>,
         wait: Wait,
     ) -> RequestId {
+        let kind = self.kind_of(lock);
         let request = AcquireRequest {
             keys: self.locks[lock].clone(),
-            kind: Kind::Reentrant,
+            kind,
             owner,
             lease: lease.map(|lease| LeaseTime::new(lease).unwrap()),
             wait,
             task: self.clients[client].callers[caller].task,
         };
-        self.note(|_| format!("acquire with lease {lease:?} and {wait:?}"));
-        let what = What::Acquire { lock, owner };
+        self.note(|_| format!("acquire {kind:?} with lease {lease:?} and {wait:?}"));
+        let what = What::Acquire {
+            lock,
+            owner,
+            kind,
+            wait,
+        };
         self.track(client, Some(caller), what, |engine, now| {
             engine.acquire(now, request)
         })
@@ -140,6 +163,17 @@ impl World {
     pub(super) fn new_owner(&mut self) -> Owner {
         self.next_owner += 1;
         Owner::numbered(self.next_owner)
+    }
+
+    /// The kind by which a lock is used this time: one hash may be a reentrant and a fenced lock.
+    fn kind_of(&mut self, lock: usize) -> Kind {
+        if lock >= self.plan.locks {
+            Kind::Simple
+        } else if self.rng.random_bool(self.plan.fenced) {
+            Kind::Fenced
+        } else {
+            Kind::Reentrant
+        }
     }
 
     /// The next step of a caller's program.
@@ -168,30 +202,30 @@ impl World {
         }
         match self.rng.random_range(0..100) {
             0..4 => {
-                let keys = self.random_lock();
+                let lock = self.random_lock();
                 let limit = self
                     .rng
                     .random_bool(0.3)
                     .then_some(self.plan.command_timeout);
-                let keys = self.locks[keys].clone();
+                let (keys, kind) = (self.locks[lock].clone(), self.kind_of(lock));
                 self.track(client, Some(caller), What::Query, |engine, now| {
-                    engine.inspect(now, &keys, Kind::Reentrant, limit)
+                    engine.inspect(now, &keys, kind, limit)
                 });
                 self.perhaps_cancel(client, caller, 0.2);
             }
             4..6 => {
                 let lock = self.random_lock();
-                let keys = self.locks[lock].clone();
+                let (keys, kind) = (self.locks[lock].clone(), self.kind_of(lock));
                 let owner = self.pick_owner(client, caller, lock);
                 self.track(client, Some(caller), What::Query, |engine, now| {
-                    engine.count(now, &keys, Kind::Reentrant, owner)
+                    engine.count(now, &keys, kind, owner)
                 });
             }
             6..9 => {
                 let lock = self.random_lock();
-                let keys = self.locks[lock].clone();
+                let (keys, kind) = (self.locks[lock].clone(), self.kind_of(lock));
                 self.track(client, Some(caller), What::Force, |engine, now| {
-                    engine.force_unlock(now, &keys, Kind::Reentrant)
+                    engine.force_unlock(now, &keys, kind)
                 });
                 self.perhaps_cancel(client, caller, 0.2);
             }
@@ -265,6 +299,7 @@ impl World {
                 return adopted;
             }
         }
+        let kind = self.kind_of(lock);
         let kept = match self.rng.random_range(0..10) {
             0..2 => {
                 // An owner that two callers share.
@@ -274,11 +309,11 @@ impl World {
             2..7 => self.clients[client].callers[caller].owner,
             _ => None,
         };
-        if let Some(owner) = kept {
+        if let Some(owner) = kind.owner(kept) {
             return owner;
         }
         let owner = self.new_owner();
-        if self.rng.random_bool(0.6) {
+        if !self.plan.is_unfenced && self.rng.random_bool(0.6) {
             self.clients[client].callers[caller].owner = Some(owner);
         }
         owner
@@ -370,13 +405,13 @@ impl World {
             return;
         }
         let now = self.now;
-        let keys = self.locks[lock].clone();
+        let (keys, kind) = (self.locks[lock].clone(), self.kind_of(lock));
         self.oracle.unlock(now, client, lock, owner);
         self.track(
             client,
             caller,
             What::Unlock { lock, owner },
-            |engine, now| engine.unlock(now, &keys, Kind::Reentrant, owner),
+            |engine, now| engine.unlock(now, &keys, kind, owner),
         );
     }
 
@@ -405,6 +440,12 @@ impl World {
     /// A request is completed by its engine.
     pub(super) fn completed(&mut self, client: usize, request: RequestId, outcome: Outcome) {
         let run = self.current_run;
+        let tracked = self.clients[client].tracked.get(&request);
+        let pending = tracked.filter(|tracked| tracked.state == State::Pending);
+        let wrong = pending.and_then(|tracked| self.wrong_end(client, tracked, &outcome));
+        if let Some(problem) = wrong {
+            self.fail(problem);
+        }
         let Some(tracked) = self.clients[client].tracked.get_mut(&request) else {
             // The engine may complete it while it is being submitted; `track` drains afterwards.
             self.fail(format!(
@@ -416,14 +457,14 @@ impl World {
             (State::Pending, Outcome::Granted) => {
                 tracked.state = State::Granted;
                 tracked.run = run;
-                let What::Acquire { lock, owner } = tracked.what else {
+                let What::Acquire { lock, owner, .. } = tracked.what else {
                     self.fail(format!("{request:?} acquires nothing and is granted"));
                     return;
                 };
                 self.figures.grants += 1;
                 let field = owner_field(self.clients[client].id, owner);
                 let name = self.locks[lock].name.clone();
-                if !self.oracle.is_explained(run, &name, &field) {
+                if self.oracle.grant(run, &name, &field).is_none() {
                     self.fail(format!(
                         "{request:?} is granted, and the server did not grant it"
                     ));
@@ -507,14 +548,19 @@ impl World {
             return;
         };
         let (run, caller) = (tracked.run, tracked.caller);
-        let What::Acquire { lock, owner } = tracked.what else {
+        let What::Acquire {
+            lock, owner, kind, ..
+        } = tracked.what
+        else {
             return;
         };
         match tracked.state {
             State::Pending => {}
             State::Unclaimed => {
                 tracked.state = State::Pending;
-                if self.rng.random_bool(0.2) {
+                (tracked.begun, tracked.is_resumed) = (self.now, true);
+                // Resumed, it acquires by the same owner once more.
+                if self.plan.is_unfenced || self.rng.random_bool(0.2) {
                     self.cancel_request(client, request);
                 } else {
                     self.note(|_| format!("client {client} resumes {request:?}"));
@@ -528,7 +574,22 @@ impl World {
                 self.note(|_| format!("client {client} claims {request:?}: {claimed:?}"));
                 match claimed {
                     Ok(grant) => {
+                        let tenure = &grant.cell.lease;
+                        if kind.has_tokens() {
+                            let given = grant.token.map(|token| Token {
+                                lock,
+                                run,
+                                token,
+                                tenure: Some(Arc::clone(tenure)),
+                            });
+                            match given {
+                                Some(token) => self.token_given(token),
+                                None => self.fail("a guard has no token".to_owned()),
+                            }
+                        }
                         let field = owner_field(self.clients[client].id, owner);
+                        let name = &self.locks[lock].name;
+                        let born = self.oracle.grant(run, name, &field).unwrap_or_default();
                         self.oracle.sure.push(Sure {
                             client,
                             lock,
@@ -537,6 +598,7 @@ impl World {
                             hold: grant.hold,
                             cell: Arc::clone(&grant.cell.lease),
                             run,
+                            born,
                             is_detached: false,
                         });
                         let guard = Guard {
@@ -582,6 +644,13 @@ impl World {
     }
 
     pub(super) fn noticed(&mut self, client: usize, notice: &Notice) {
+        if let Notice::RenewalRefused(_, error) = notice {
+            let code = error.message().split(' ').next();
+            if matches!(code, Some("READONLY" | "NOREPLICAS" | "MISCONF" | "OOM")) {
+                let problem = format!("an outage is taken for a refusal of one lock: {error}");
+                self.fail(problem);
+            }
+        }
         let lock = match notice {
             Notice::ReleaseFailed(lock, _) | Notice::NotSettled(lock, _) => lock,
             Notice::ReleaseNotSent(subject, _) => &subject.lock,
@@ -662,189 +731,5 @@ impl World {
                 self.fail(problem);
             }
         }
-    }
-}
-
-/// What a client of Redisson sends.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ForeignCommand {
-    Acquire,
-    Release,
-    Renew,
-    Force,
-}
-
-/// A thread of a Redisson client.
-#[derive(Debug)]
-pub(super) struct Foreign {
-    pub(super) lock: usize,
-    pub(super) field: Bytes,
-    pub(super) holds: i64,
-    /// Until when it may rely on its lease.
-    pub(super) proved_until: Time,
-    /// The run of its last command that set the expiry.
-    pub(super) run: u64,
-    is_busy: bool,
-    number: usize,
-    lives: u32,
-}
-
-impl Foreign {
-    pub(super) fn new(number: usize) -> Self {
-        Self {
-            lock: 0,
-            field: format!("redisson-{number}:1").into(),
-            holds: 0,
-            proved_until: Time::default(),
-            run: 0,
-            is_busy: false,
-            number,
-            lives: 0,
-        }
-    }
-}
-
-impl World {
-    pub(super) fn foreign_step(&mut self, actor: usize) {
-        let is_finishing = self.is_finishing;
-        if is_finishing && self.foreign[actor].holds == 0 {
-            return;
-        }
-        if !self.foreign[actor].is_busy {
-            let roll = self.rng.random_range(0..100);
-            let lock = self.random_lock();
-            let record = &mut self.foreign[actor];
-            let command = match (record.holds, roll) {
-                (1.., _) if is_finishing => Some(ForeignCommand::Release),
-                (0, 0..3) => Some(ForeignCommand::Force),
-                (0, _) => {
-                    record.lock = lock;
-                    Some(ForeignCommand::Acquire)
-                }
-                (_, 0..3) => {
-                    // The process ends; another one takes its place.
-                    record.holds = 0;
-                    record.lives += 1;
-                    record.field = format!("redisson-{}-{}:1", record.number, record.lives).into();
-                    None
-                }
-                (_, 3..60) => Some(ForeignCommand::Release),
-                (1..3, 60..75) => Some(ForeignCommand::Acquire),
-                _ => Some(ForeignCommand::Renew),
-            };
-            if let Some(command) = command {
-                self.figures.operations += 1;
-                let record = &mut self.foreign[actor];
-                if command == ForeignCommand::Release {
-                    record.holds -= 1;
-                }
-                record.is_busy = true;
-                let at = self.now + self.delay();
-                self.push(at, Event::ForeignRun { actor, command });
-                return;
-            }
-        }
-        self.foreign_later(actor);
-    }
-
-    fn foreign_later(&mut self, actor: usize) {
-        let watchdog = self.plan.watchdog;
-        let after = self.think().clamp(watchdog / 200, watchdog / 3);
-        let at = self.now + after;
-        self.push(at, Event::Foreign { actor });
-    }
-
-    pub(super) fn foreign_run(&mut self, actor: usize, command: ForeignCommand) {
-        let record = &self.foreign[actor];
-        let (field, keys) = (record.field.clone(), self.locks[record.lock].clone());
-        let lease = self.plan.watchdog.as_millis() as u64;
-        let before = self.owners_of(std::slice::from_ref(&keys.name));
-        let denied = std::mem::take(&mut self.database.denied);
-        let is_hash = self.database.owner(&keys.name).is_some()
-            || !self.database.keys.contains_key(&keys.name);
-        let run = self.next_run();
-        let database = &mut self.database;
-        let is_done = is_hash
-            && match command {
-                ForeignCommand::Acquire => database
-                    .foreign_acquire(&keys.name, &field, lease)
-                    .is_none(),
-                ForeignCommand::Release => {
-                    database.foreign_release(&keys.name, &field, &keys.channel, lease)
-                }
-                ForeignCommand::Renew => database.foreign_renew(&keys.name, &field, lease),
-                ForeignCommand::Force => {
-                    database.foreign_force(&keys.name, &keys.channel);
-                    true
-                }
-            };
-        self.database.denied = denied;
-        if is_done {
-            self.foreign[actor].run = run;
-            if before
-                .iter()
-                .any(|(_, owner)| owner.as_ref() != Some(&field))
-            {
-                // Its earlier holds had expired.
-                self.foreign[actor].holds = 0;
-            }
-        }
-        if command == ForeignCommand::Force || is_done {
-            let is_own_release = command == ForeignCommand::Release
-                && before
-                    .iter()
-                    .all(|(_, owner)| owner.as_ref() == Some(&field));
-            if !is_own_release {
-                self.ran(None, before, run);
-            } else {
-                self.changed(&keys.name);
-            }
-        }
-        self.note(|world| {
-            format!(
-                "Redisson {actor}: {command:?} {is_done}, has {:?}",
-                world.database.keys
-            )
-        });
-        self.deliver();
-        let sent = self.now;
-        let at = self.now + self.delay();
-        self.push(
-            at,
-            Event::ForeignReply {
-                actor,
-                command,
-                is_done,
-                sent,
-            },
-        );
-    }
-
-    pub(super) fn foreign_reply(
-        &mut self,
-        actor: usize,
-        command: ForeignCommand,
-        is_done: bool,
-        sent: Time,
-    ) {
-        let proof = sent + self.plan.watchdog * 9 / 10;
-        let record = &mut self.foreign[actor];
-        record.is_busy = false;
-        match command {
-            ForeignCommand::Acquire if is_done => {
-                record.holds += 1;
-                record.proved_until = proof;
-                self.figures.grants += 1;
-            }
-            ForeignCommand::Renew | ForeignCommand::Release => {
-                if is_done {
-                    record.proved_until = proof;
-                } else {
-                    record.holds = 0;
-                }
-            }
-            _ => {}
-        }
-        self.foreign_later(actor);
     }
 }

@@ -6,8 +6,10 @@
 //! | `world` | the virtual clock, the events, the faults |
 //! | `server` | a server in memory that runs the Lua files |
 //! | `network` | the two connections of each client |
-//! | `callers` | random programs of callers, and clients of Redisson |
+//! | `callers` | random programs of callers |
+//! | `foreign` | clients of Redisson, and programs with a token lock, on the same keys |
 //! | `oracle` | what must hold after each step, and at the end |
+//! | `liveness` | what has to end within its time, and what must not end without a reason |
 //! | `probe` | what the oracle reads of an engine |
 //! | `small` | every schedule of small worlds |
 //! | `regressions` | defects that the simulation found |
@@ -19,6 +21,8 @@ use std::time::{Duration, Instant};
 
 mod callers;
 mod many;
+mod foreign;
+mod liveness;
 mod network;
 mod oracle;
 mod probe;
@@ -132,6 +136,7 @@ fn server_that_forgets_is_reported_without_excuses() {
     let failed = (0..200).find_map(|seed| {
         let mut plan = Plan::of_seed(seed);
         plan.clients = 2;
+        (plan.foreign, plan.programs) = (0, 0);
         plan.allow(&["server restarts without data"]);
         assert!(run(seed, plan.clone()).1.is_none());
         plan.has_excuses = false;

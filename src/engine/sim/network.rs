@@ -174,7 +174,9 @@ impl World {
         if connection < link.connection {
             self.met("late copy runs");
         }
-        self.clients[client].link.fenced = connection;
+        if !self.plan.is_unfenced {
+            self.clients[client].link.fenced = connection;
+        }
         let (outcome, run) = self.run_script(client, &content);
         let delay = self.delay();
         let is_fifo = self.plan.is_fifo;

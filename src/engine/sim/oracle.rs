@@ -8,11 +8,14 @@ use bytes::Bytes;
 
 use super::super::HoldId;
 use super::callers::State;
+use super::server::Key;
 use super::world::World;
 use crate::keys::Keys;
 use crate::lease_cell::LeaseCell;
 use crate::owner::{Owner, thread_of};
-use crate::script::catalog::{ACQUIRE, FORCE_UNLOCK, RELEASE};
+use crate::script::catalog::{
+    ACQUIRE, FENCED_ACQUIRE, FORCE_UNLOCK, RELEASE, SIMPLE_ACQUIRE, SIMPLE_RELEASE,
+};
 use crate::time::Time;
 use crate::wire::Call;
 
@@ -27,7 +30,33 @@ pub(super) struct Sure {
     pub(super) cell: Arc<LeaseCell>,
     /// The run of the script that granted it.
     pub(super) run: u64,
+    /// The key that it made or found.
+    pub(super) born: u64,
     pub(super) is_detached: bool,
+}
+
+/// A fencing token of a guard, or of an acquisition of Redisson.
+#[derive(Debug)]
+pub(super) struct Token {
+    pub(super) lock: usize,
+    /// The run of the script that granted.
+    pub(super) run: u64,
+    pub(super) token: i64,
+    /// The guard's tenure. Redisson raises the token with each acquisition.
+    pub(super) tenure: Option<Arc<LeaseCell>>,
+}
+
+/// What a run granted.
+#[derive(Debug)]
+struct Granted {
+    name: Bytes,
+    field: Bytes,
+    born: u64,
+}
+
+/// Whether the key is the counter of the tokens of a lock.
+pub(super) fn is_counter(name: &[u8]) -> bool {
+    name.starts_with(b"redisson_lock_token:")
 }
 
 #[derive(Debug, Default)]
@@ -36,7 +65,14 @@ pub(super) struct Oracle {
     /// The last run that took a lock from an owner by force, by the name and the owner.
     taken: BTreeMap<(Bytes, Bytes), u64>,
     /// The runs that granted.
-    granted: BTreeMap<u64, (Bytes, Bytes)>,
+    granted: BTreeMap<u64, Granted>,
+    /// The tokens that were given.
+    tokens: Vec<Token>,
+    /// The run that made the counters of tokens begin again.
+    tokens_since: u64,
+    /// The clients whose wait queue learned last that another program holds the lock, which
+    /// publishes no release.
+    foreign: BTreeSet<(usize, Bytes)>,
     /// Where a client may have left something until the lease ends.
     left: BTreeSet<(usize, Bytes)>,
     /// Since when a lock is free whose release was published.
@@ -77,10 +113,18 @@ impl Oracle {
         self.sure.retain(|sure| sure.client != client);
     }
 
-    pub(super) fn is_explained(&self, run: u64, name: &Bytes, field: &Bytes) -> bool {
+    /// The key of the lock that the run granted to that owner.
+    pub(super) fn grant(&self, run: u64, name: &Bytes, field: &Bytes) -> Option<u64> {
         self.granted
             .get(&run)
-            .is_some_and(|(granted, to)| granted == name && to == field)
+            .filter(|granted| granted.name == name && granted.field == field)
+            .map(|granted| granted.born)
+    }
+
+    /// The server lost its data: the tokens begin again.
+    pub(super) fn forget_tokens(&mut self, run: u64) {
+        self.tokens.clear();
+        self.tokens_since = run;
     }
 
     pub(super) fn leave(&mut self, client: usize, name: Bytes) {
@@ -118,7 +162,8 @@ impl World {
         let is = |script: &'static crate::script::Script| {
             call.is_some_and(|(_, call)| call.script == script.source())
         };
-        let is_release = is(&RELEASE);
+        // A simple lock is released and freed by force with the same script.
+        let (is_release, is_force) = (is(&RELEASE), is(&FORCE_UNLOCK) || is(&SIMPLE_RELEASE));
         self.touched = u32::MAX;
         for (at, (name, owner)) in before.into_iter().enumerate() {
             let after = self.database.owner(&name).map(|(field, _)| field.clone());
@@ -126,7 +171,7 @@ impl World {
                 // A client loses its own holds before it frees its own owner by force, unless it
                 // frees any owner. Two clients with one id do not know the owners of each other.
                 let is_own = call.is_some_and(|(client, call)| {
-                    is(&FORCE_UNLOCK)
+                    is_force
                         && !(self.plan.is_adopted && client < 2)
                         && !call.args[2 * at].is_empty()
                         && thread_of(&field, self.clients[client].id).is_some()
@@ -135,13 +180,31 @@ impl World {
                     self.oracle.taken.insert((name.clone(), field), run);
                 }
             }
-            if is(&ACQUIRE) {
-                if let (Some(field), Some((_, call))) = (&after, call) {
-                    if *field == call.args[4 * at] {
-                        self.oracle
-                            .granted
-                            .insert(run, (name.clone(), field.clone()));
+            let row = if is(&ACQUIRE) {
+                Some(4)
+            } else if is(&FENCED_ACQUIRE) {
+                Some(5)
+            } else {
+                is(&SIMPLE_ACQUIRE).then_some(2)
+            };
+            if let (Some(row), Some(field), Some((client, call))) = (row, after, call) {
+                let owner = &call.args[row * at];
+                if self.clients[client].engine.attempting(&name) == Some(owner) {
+                    let key = (client, name.clone());
+                    if self.programs.iter().any(|program| program.token == field) {
+                        self.oracle.foreign.insert(key);
+                    } else {
+                        self.oracle.foreign.remove(&key);
                     }
+                }
+                if field == owner {
+                    let born = self.database.born(&name).unwrap_or_default();
+                    let granted = Granted {
+                        name: name.clone(),
+                        field,
+                        born,
+                    };
+                    self.oracle.granted.insert(run, granted);
                 }
             }
             if self.database.keys.contains_key(&name) {
@@ -155,6 +218,24 @@ impl World {
         if self.database.keys.contains_key(name) {
             self.oracle.freed.remove(name);
         }
+    }
+
+    /// Tokens rise from tenure to tenure, of any owner; all guards of one have the same.
+    pub(super) fn token_given(&mut self, given: Token) {
+        let is_right = |other: &&Token| match (&other.tenure, &given.tenure) {
+            (Some(tenure), Some(this)) if Arc::ptr_eq(tenure, this) => other.token == given.token,
+            _ => (other.run < given.run) == (other.token < given.token),
+        };
+        if given.run < self.oracle.tokens_since {
+            return;
+        }
+        let mut others = self.oracle.tokens.iter();
+        let wrong = others.find(|other| other.lock == given.lock && !is_right(other));
+        if let Some(other) = wrong {
+            let problem = format!("the token of {given:?} does not follow that of {other:?}");
+            self.fail(problem);
+        }
+        self.oracle.tokens.push(given);
     }
 
     /// What must hold after each step.
@@ -204,6 +285,12 @@ impl World {
                     sure.client, sure.field
                 ));
             }
+            if self.database.born(name) != Some(sure.born) {
+                return Some(format!(
+                    "client {} is sure of a tenure that is over, the owner has another: {sure:?}",
+                    sure.client
+                ));
+            }
             let rival = self.oracle.sure[..at].iter().find(|other| {
                 other.lock == sure.lock
                     && other.field != sure.field
@@ -230,6 +317,19 @@ impl World {
                 ));
             }
         }
+        for (actor, program) in self.programs.iter().enumerate() {
+            let name = &self.locks[program.lock].name;
+            let (token, run) = (&program.token, program.run);
+            if !program.is_sure(now) || self.oracle.was_taken(name, token, run) {
+                continue;
+            }
+            let owner = self.database.owner(name);
+            if owner != Some((token, 1)) {
+                return Some(format!(
+                    "the lock of program {actor} was taken, the server has {owner:?}"
+                ));
+            }
+        }
         None
     }
 
@@ -249,7 +349,12 @@ impl World {
             if queue.has_attempt {
                 continue;
             }
+            let key = (client, queue.name.clone());
             let bound = match self.plan.recheck {
+                // A late copy of an older attempt may have run last.
+                _ if !self.plan.is_unfenced && self.oracle.foreign.contains(&key) => {
+                    Duration::from_millis(100)
+                }
                 Some(recheck) => recheck,
                 None if queue.is_confirmed => Duration::from_secs(30),
                 None => Duration::from_secs(1),
@@ -301,7 +406,8 @@ impl World {
                 ));
             }
         }
-        if record.is_open() && !self.plan.is_adopted {
+        // A late copy of an acquire leaves what no owner knows, until its lease ends.
+        if record.is_open() && !self.plan.is_adopted && !self.plan.is_unfenced {
             for (keys, name) in self.locks.iter().map(|keys| (keys, &keys.name)) {
                 let Some((field, _)) = self.database.owner(name) else {
                     continue;
@@ -325,7 +431,8 @@ impl World {
     pub(super) fn check_rest(&mut self) {
         self.touched = u32::MAX;
         self.check();
-        if !self.database.keys.is_empty() {
+        let is_left = |(name, key): (&Bytes, &Key)| !is_counter(name) || key.expires.is_some();
+        if self.database.keys.iter().any(is_left) {
             self.fail(format!("keys are left: {:?}", self.database.keys));
         }
         for client in 0..self.clients.len() {

@@ -1,5 +1,7 @@
 //! What the oracle reads of an engine.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 
 use super::super::entry::Action;
@@ -7,6 +9,7 @@ use super::super::requests::Request;
 use super::super::timers::Timer;
 use super::super::{Engine, Purpose, RequestId};
 use crate::keys::Keys;
+use crate::lease_cell::LeaseCell;
 use crate::owner::Owner;
 use crate::time::Time;
 
@@ -31,6 +34,21 @@ pub(super) struct Recorded {
 impl Engine {
     pub(super) fn has_entry(&self, keys: &Keys, owner: Owner) -> bool {
         self.entry_in_use(keys, owner).is_some()
+    }
+
+    /// The owner for which the head of a wait queue makes an attempt.
+    pub(super) fn attempting(&self, name: &Bytes) -> Option<&Bytes> {
+        let mut locks = self.locks.values();
+        let lock = locks.find(|lock| lock.keys.name == *name)?;
+        let op = self.ops.get(lock.attempt?)?;
+        Some(&self.entries[op.entry].field)
+    }
+
+    /// Whether the watchdog renews the tenure of that cell.
+    pub(super) fn is_watched(&self, cell: &Arc<LeaseCell>) -> bool {
+        self.tenures
+            .iter()
+            .any(|(id, tenure)| Arc::ptr_eq(&tenure.cell, cell) && self.is_renewed(id))
     }
 
     /// The locks with detached holds, or with losses of those, that an unlock would take; and their

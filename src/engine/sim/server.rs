@@ -16,8 +16,8 @@ use crate::wire::{Call, Reply};
 pub(super) enum Value {
     /// Fields in the order in which they were set.
     Hash(Vec<(Bytes, Bytes)>),
-    /// A value of another type.
-    Text,
+    /// A simple lock, a counter, or a value that is neither.
+    Text(Bytes),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -25,6 +25,8 @@ pub(super) struct Key {
     pub(super) value: Value,
     /// In milliseconds of the server's clock.
     pub(super) expires: Option<u64>,
+    /// Tells it from earlier keys of that name.
+    pub(super) born: u64,
 }
 
 /// The data of the server, and what it refuses.
@@ -39,13 +41,16 @@ pub(super) struct Database {
     pub(super) denied: Vec<(&'static str, String)>,
     /// How many commands were refused.
     pub(super) denials: u64,
+    /// How many keys were made.
+    pub(super) births: u64,
 }
 
 /// A reply of a command.
 #[derive(Debug, Clone)]
-enum Answer {
+pub(super) enum Answer {
     Int(i64),
     Text(Bytes),
+    Status(&'static str),
     Nil,
     List(Vec<Bytes>),
 }
@@ -76,7 +81,36 @@ impl Database {
             Value::Hash(fields) => fields
                 .first()
                 .map(|(field, count)| (field, number(count).unwrap_or(-1))),
-            Value::Text => None,
+            Value::Text(owner) => Some((owner, 1)),
+        }
+    }
+
+    /// Which of the keys of that name there is.
+    pub(super) fn born(&self, name: &Bytes) -> Option<u64> {
+        self.keys.get(name).map(|key| key.born)
+    }
+
+    pub(super) fn is_hash(&self, name: &Bytes) -> bool {
+        let key = self.keys.get(name);
+        key.is_some_and(|key| matches!(key.value, Value::Hash(_)))
+    }
+
+    /// Makes a key, in place of one that is there.
+    pub(super) fn insert(&mut self, name: &[u8], value: Value, expires: Option<u64>) {
+        self.births += 1;
+        let key = Key {
+            value,
+            expires,
+            born: self.births,
+        };
+        self.keys.insert(Bytes::copy_from_slice(name), key);
+    }
+
+    fn text(&self, name: &[u8]) -> Result<Option<&Bytes>, String> {
+        match self.keys.get(name).map(|key| &key.value) {
+            None => Ok(None),
+            Some(Value::Text(text)) => Ok(Some(text)),
+            Some(Value::Hash(_)) => Err(WRONG_TYPE.to_owned()),
         }
     }
 
@@ -91,7 +125,7 @@ impl Database {
         }
     }
 
-    fn command(&mut self, command: &[u8], args: &[&[u8]]) -> Result<Answer, String> {
+    pub(super) fn command(&mut self, command: &[u8], args: &[&[u8]]) -> Result<Answer, String> {
         if let Some((_, error)) = self
             .denied
             .iter()
@@ -156,11 +190,7 @@ impl Database {
                         }
                     },
                     None => {
-                        let made = Key {
-                            value: Value::Hash(vec![(key, value)]),
-                            expires: None,
-                        };
-                        self.keys.insert(Bytes::copy_from_slice(name), made);
+                        self.insert(name, Value::Hash(vec![(key, value)]), None);
                         Answer::Int(1)
                     }
                 }
@@ -190,6 +220,52 @@ impl Database {
                 }
                 Answer::Int(removed)
             }
+            b"get" => self
+                .text(name)?
+                .map_or(Answer::Nil, |text| Answer::Text(text.clone())),
+            b"set" => {
+                let value = Bytes::copy_from_slice(args[1]);
+                let (mut must_be_new, mut millis) = (false, None);
+                let mut options = args[2..].iter();
+                while let Some(option) = options.next() {
+                    match option.to_ascii_lowercase().as_slice() {
+                        b"nx" => must_be_new = true,
+                        b"px" => {
+                            let next = options.next().and_then(|text| number(text));
+                            millis = Some(next.ok_or("ERR value is not an integer")?);
+                        }
+                        _ => return Err("ERR syntax error".to_owned()),
+                    }
+                }
+                if millis.is_some_and(|millis| millis <= 0) {
+                    return Err("ERR invalid expire time in 'set' command".to_owned());
+                }
+                if must_be_new && self.keys.contains_key(name) {
+                    Answer::Nil
+                } else {
+                    let expires = millis.map(|millis| self.now + millis as u64);
+                    self.insert(name, Value::Text(value), expires);
+                    Answer::Status("OK")
+                }
+            }
+            b"incr" => {
+                let before = match self.text(name)? {
+                    None => None,
+                    Some(text) => {
+                        Some(number(text).ok_or("ERR value is not an integer or out of range")?)
+                    }
+                };
+                let after = before
+                    .unwrap_or(0)
+                    .checked_add(1)
+                    .ok_or("ERR increment or decrement would overflow")?;
+                let text = Value::Text(after.to_string().into());
+                match self.keys.get_mut(name) {
+                    Some(key) => key.value = text,
+                    None => self.insert(name, text, None),
+                }
+                Answer::Int(after)
+            }
             b"del" => Answer::Int(i64::from(self.keys.remove(name).is_some())),
             b"pexpire" => {
                 let millis = number(args[1]).ok_or("ERR value is not an integer")?;
@@ -212,68 +288,6 @@ impl Database {
             }
             other => panic!("a script uses {:?}", String::from_utf8_lossy(other)),
         })
-    }
-
-    /// Redisson's `tryLock`: `None` if it is acquired, otherwise the time to live.
-    pub(super) fn foreign_acquire(
-        &mut self,
-        name: &Bytes,
-        field: &[u8],
-        lease: u64,
-    ) -> Option<i64> {
-        let is_free = !self.keys.contains_key(name);
-        let is_own = matches!(self.command(b"hexists", &[name, field]), Ok(Answer::Int(1)));
-        if is_free || is_own {
-            let lease = lease.to_string();
-            let _ = self.command(b"hincrby", &[name, field, b"1"]);
-            let _ = self.command(b"pexpire", &[name, lease.as_bytes()]);
-            return None;
-        }
-        match self.command(b"pttl", &[name]) {
-            Ok(Answer::Int(left)) => Some(left),
-            _ => Some(-1),
-        }
-    }
-
-    /// Redisson's `unlock`: whether the owner held it.
-    pub(super) fn foreign_release(
-        &mut self,
-        name: &Bytes,
-        field: &[u8],
-        channel: &Bytes,
-        lease: u64,
-    ) -> bool {
-        if !matches!(self.command(b"hexists", &[name, field]), Ok(Answer::Int(1))) {
-            return false;
-        }
-        match self.command(b"hincrby", &[name, field, b"-1"]) {
-            Ok(Answer::Int(left)) if left > 0 => {
-                let lease = lease.to_string();
-                let _ = self.command(b"pexpire", &[name, lease.as_bytes()]);
-            }
-            _ => {
-                let _ = self.command(b"del", &[name]);
-                let _ = self.command(b"publish", &[channel, b"0"]);
-            }
-        }
-        true
-    }
-
-    /// Redisson's renewal.
-    pub(super) fn foreign_renew(&mut self, name: &Bytes, field: &[u8], lease: u64) -> bool {
-        let is_held = matches!(self.command(b"hexists", &[name, field]), Ok(Answer::Int(1)));
-        if is_held {
-            let lease = lease.to_string();
-            let _ = self.command(b"pexpire", &[name, lease.as_bytes()]);
-        }
-        is_held
-    }
-
-    /// Redisson's `forceUnlock`.
-    pub(super) fn foreign_force(&mut self, name: &Bytes, channel: &Bytes) {
-        if matches!(self.command(b"del", &[name]), Ok(Answer::Int(1))) {
-            let _ = self.command(b"publish", &[channel, b"0"]);
-        }
     }
 }
 
@@ -314,6 +328,11 @@ impl Scripts {
                         Ok(Answer::Int(number)) => LuaValue::Number(number as f64),
                         Ok(Answer::Text(text)) => LuaValue::String(lua.create_string(&text)?),
                         Ok(Answer::Nil) => LuaValue::Boolean(false),
+                        Ok(Answer::Status(text)) => {
+                            let table = lua.create_table()?;
+                            table.raw_set("ok", text)?;
+                            LuaValue::Table(table)
+                        }
                         Ok(Answer::List(list)) => {
                             let list = list
                                 .iter()

@@ -1,8 +1,10 @@
-//! Every schedule of a small world, to a bounded depth: two clients, two owners, one lock.
+//! Every schedule of a small world, to a bounded depth: two clients, two owners, one lock of any
+//! kind.
 
 use super::super::{RequestId, Wait};
 use super::callers::Guard;
 use super::world::{Event, Plan, World};
+use crate::kind::Kind;
 use crate::owner::Owner;
 use crate::time::Time;
 use std::collections::BTreeSet;
@@ -25,6 +27,7 @@ enum Choice {
 
 /// What is gone through.
 struct Small {
+    kind: Kind,
     wait: [Wait; 2],
     has_cancel: bool,
     faults: u32,
@@ -43,9 +46,12 @@ impl Small {
         let mut plan = Plan::of_seed(1);
         plan.allow(&[]);
         plan.clients = 2;
-        plan.locks = 1;
         plan.callers = 1;
+        plan.locks = usize::from(self.kind != Kind::Simple);
+        plan.simple = 1 - plan.locks;
         plan.foreign = 0;
+        plan.programs = 0;
+        plan.fenced = f64::from(u8::from(self.kind == Kind::Fenced));
         plan.server_rate = 1.0;
         plan.watchdog = Duration::from_secs(3);
         plan.command_timeout = Duration::from_secs(1);
@@ -55,6 +61,8 @@ impl Small {
         plan.is_fifo = true;
         plan.think = Duration::ZERO;
         plan.is_adopted = false;
+        plan.is_unfenced = false;
+        plan.is_timed = false;
         World::new(1, plan, false)
     }
 
@@ -206,6 +214,7 @@ fn deeper() -> usize {
 #[test]
 fn two_waiters_without_faults() {
     let small = Small {
+        kind: Kind::Reentrant,
         wait: [Wait::Unlimited; 2],
         has_cancel: false,
         faults: 0,
@@ -217,6 +226,7 @@ fn two_waiters_without_faults() {
 #[test]
 fn waiter_that_is_cancelled() {
     let small = Small {
+        kind: Kind::Reentrant,
         wait: [Wait::Unlimited; 2],
         has_cancel: true,
         faults: 0,
@@ -228,6 +238,7 @@ fn waiter_that_is_cancelled() {
 #[test]
 fn one_connection_is_replaced() {
     let small = Small {
+        kind: Kind::Reentrant,
         wait: [Wait::Unlimited, Wait::AtMost(Duration::ZERO)],
         has_cancel: false,
         faults: 1,
@@ -235,6 +246,60 @@ fn one_connection_is_replaced() {
     };
     explore(
         "one waits, one tries, a connection replaced anywhere",
+        &small,
+    );
+}
+
+#[test]
+fn fenced_waiter_that_is_cancelled() {
+    let small = Small {
+        kind: Kind::Fenced,
+        wait: [Wait::Unlimited; 2],
+        has_cancel: true,
+        faults: 0,
+        depth: 6 + deeper(),
+    };
+    explore("a fenced lock, two that wait, cancelled anywhere", &small);
+}
+
+#[test]
+fn connection_of_fenced_owner_is_replaced() {
+    let small = Small {
+        kind: Kind::Fenced,
+        wait: [Wait::Unlimited, Wait::AtMost(Duration::ZERO)],
+        has_cancel: false,
+        faults: 1,
+        depth: 5 + deeper(),
+    };
+    explore(
+        "a fenced lock, one waits, one tries, a connection replaced anywhere",
+        &small,
+    );
+}
+
+#[test]
+fn simple_waiter_that_is_cancelled() {
+    let small = Small {
+        kind: Kind::Simple,
+        wait: [Wait::Unlimited; 2],
+        has_cancel: true,
+        faults: 0,
+        depth: 6 + deeper(),
+    };
+    explore("a simple lock, two that wait, cancelled anywhere", &small);
+}
+
+#[test]
+fn connection_of_simple_owner_is_replaced() {
+    let small = Small {
+        kind: Kind::Simple,
+        wait: [Wait::Unlimited, Wait::AtMost(Duration::ZERO)],
+        has_cancel: false,
+        faults: 1,
+        depth: 5 + deeper(),
+    };
+    explore(
+        "a simple lock, one waits, one tries, a connection replaced anywhere",
         &small,
     );
 }

@@ -12,9 +12,11 @@ use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
 use super::super::{CallId, Engine, Event as EngineEvent, RequestId, Settings, Transmit};
-use super::callers::{Caller, Foreign, ForeignCommand, Tracked};
+use super::callers::{Caller, Tracked};
+use super::foreign::{Foreign, ForeignCommand, Program, ProgramCommand};
+use super::liveness::Health;
 use super::network::Link;
-use super::oracle::Oracle;
+use super::oracle::{Oracle, is_counter};
 use super::server::{Database, Scripts, Value};
 use crate::config::{DeadlockDetection, LeaseTime};
 use crate::error::ServerError;
@@ -56,9 +58,17 @@ pub(super) const FAULTS: [&str; 25] = [
 #[derive(Debug, Clone)]
 pub(super) struct Plan {
     pub(super) clients: usize,
+    /// Locks that are hashes: reentrant and fenced ones.
     pub(super) locks: usize,
+    /// Simple locks.
+    pub(super) simple: usize,
+    /// How often a hash is locked as a fenced lock.
+    pub(super) fenced: f64,
     pub(super) callers: usize,
+    /// Threads of Redisson clients.
     pub(super) foreign: usize,
+    /// Programs with a token lock.
+    pub(super) programs: usize,
     /// The speed of the server's clock.
     pub(super) server_rate: f64,
     pub(super) watchdog: Duration,
@@ -77,6 +87,11 @@ pub(super) struct Plan {
     pub(super) fault_interval: Duration,
     /// Whether two clients share an id, and use one owner in turn.
     pub(super) is_adopted: bool,
+    /// Whether the server may not end old connections, so that late copies of calls run. Then each
+    /// acquisition has an owner of its own.
+    pub(super) is_unfenced: bool,
+    /// Whether the rules about time hold: events come when they are due.
+    pub(super) is_timed: bool,
     /// Whether a server that forgot its data, a deletion or a force unlock explains a loss that was
     /// not reported.
     pub(super) has_excuses: bool,
@@ -94,11 +109,20 @@ impl Plan {
             2 => rng.random::<u32>() & rng.random::<u32>(),
             _ => rng.random(),
         };
+        let (locks, simple): (usize, usize) = match rng.random_range(0..10) {
+            0..5 => (*[1, 1, 1, 2, 3].choose(rng).unwrap(), 0),
+            5..8 => (rng.random_range(1..3), rng.random_range(1..3)),
+            _ => (0, *[1, 1, 2].choose(rng).unwrap()),
+        };
+        let is_unfenced = rng.random_bool(0.1);
         Self {
             clients: *[1, 2, 2, 2, 3, 4].choose(rng).unwrap(),
-            locks: *[1, 1, 1, 2, 3].choose(rng).unwrap(),
+            locks,
+            simple,
+            fenced: *[0.0, 0.3, 0.5, 1.0].choose(rng).unwrap(),
             callers: *[1, 2, 2, 3, 4].choose(rng).unwrap(),
-            foreign: *[0, 0, 1, 2].choose(rng).unwrap(),
+            foreign: *[0, 0, 1, 2].choose(rng).unwrap() * locks.min(1),
+            programs: *[0, 1, 1, 2].choose(rng).unwrap() * simple.min(1),
             server_rate: *[1.0, 1.0, 0.95, 1.02, 1.08].choose(rng).unwrap(),
             watchdog,
             command_timeout: (watchdog / *[3, 5, 10].choose(rng).unwrap())
@@ -127,7 +151,9 @@ impl Plan {
             actions: rng.random_range(10..40),
             faults: faults & ((1 << FAULTS.len()) - 1),
             fault_interval: *[latency * 10, watchdog / 5, watchdog].choose(rng).unwrap(),
-            is_adopted: rng.random_bool(0.15),
+            is_adopted: rng.random_bool(0.15) && locks > 0 && !is_unfenced,
+            is_unfenced,
+            is_timed: true,
             has_excuses: true,
         }
     }
@@ -248,6 +274,21 @@ pub(super) enum Event {
         is_done: bool,
         sent: Time,
     },
+    Program {
+        actor: usize,
+    },
+    ProgramRun {
+        actor: usize,
+        command: ProgramCommand,
+        sent: Time,
+    },
+    ProgramReply {
+        actor: usize,
+        command: ProgramCommand,
+        is_done: bool,
+        sent: Time,
+        run: u64,
+    },
     /// The callers have acted long enough.
     Calm,
     Sweep,
@@ -294,6 +335,7 @@ pub(super) struct Client {
     pub(super) is_closing: bool,
     pub(super) has_ended: bool,
     pub(super) is_killed: bool,
+    pub(super) health: Health,
 }
 
 impl Client {
@@ -340,6 +382,8 @@ pub(super) struct World {
     pub(super) queue: BTreeMap<(Time, u64), Event>,
     pub(super) clients: Vec<Client>,
     pub(super) foreign: Vec<Foreign>,
+    pub(super) programs: Vec<Program>,
+    /// The hashes, then the simple locks.
     pub(super) locks: Vec<Keys>,
     pub(super) database: Database,
     scripts: Rc<Scripts>,
@@ -348,6 +392,8 @@ pub(super) struct World {
     refused_key: Option<(Bytes, Time)>,
     denied_until: Time,
     inflicted: u32,
+    /// When the last fault had an effect.
+    pub(super) faulted: Time,
     /// The clients whose state has changed since the last look, one bit for each.
     pub(super) touched: u32,
     pub(super) faults_on: bool,
@@ -368,9 +414,9 @@ pub(super) struct World {
 impl World {
     pub(super) fn new(seed: u64, plan: Plan, is_traced: bool) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
-        let locks: Vec<_> = (0..plan.locks)
-            .map(|at| Keys::reentrant(&format!("lock{at}")).unwrap())
-            .collect();
+        let hashes = (0..plan.locks).map(|at| Keys::reentrant(&format!("lock{at}")).unwrap());
+        let simple = (0..plan.simple).map(|at| Keys::simple(&format!("simple{at}")).unwrap());
+        let locks: Vec<_> = hashes.chain(simple).collect();
         let clients = (0..plan.clients)
             .map(|at| {
                 let number = if plan.is_adopted && at == 1 { 0 } else { at };
@@ -399,10 +445,12 @@ impl World {
                     is_closing: false,
                     has_ended: false,
                     is_killed: false,
+                    health: Health::default(),
                 }
             })
             .collect();
         let foreign = (0..plan.foreign).map(Foreign::new).collect();
+        let programs = (0..plan.programs).map(Program::new).collect();
         let mut world = Self {
             rng,
             now: Time::default() + Duration::from_secs(1),
@@ -410,6 +458,7 @@ impl World {
             queue: BTreeMap::new(),
             clients,
             foreign,
+            programs,
             locks,
             database: Database::default(),
             scripts: Scripts::of_thread(),
@@ -418,6 +467,7 @@ impl World {
             refused_key: None,
             denied_until: Time::default(),
             inflicted: 0,
+            faulted: Time::default(),
             touched: 0,
             faults_on: true,
             is_finishing: false,
@@ -451,6 +501,10 @@ impl World {
         for actor in 0..self.foreign.len() {
             let at = self.now + self.think();
             self.push(at, Event::Foreign { actor });
+        }
+        for actor in 0..self.programs.len() {
+            let at = self.now + self.think();
+            self.push(at, Event::Program { actor });
         }
         let longest = self.plan.think * self.plan.actions + self.plan.watchdog * 5;
         self.push(self.now + longest, Event::Calm);
@@ -488,6 +542,7 @@ impl World {
 
     pub(super) fn met(&mut self, fault: &'static str) {
         *self.figures.faults.entry(fault).or_default() += 1;
+        self.faulted = self.now;
         self.note(|_| format!("fault: {fault}"));
     }
 
@@ -545,7 +600,9 @@ impl World {
                 return;
             }
         }
+        self.look_at_links();
         self.dispatch(event);
+        self.look_at_links();
         if self.figures.steps > 200_000 {
             self.fail("the run does not end".to_owned());
         }
@@ -570,6 +627,9 @@ impl World {
                 outcome,
                 run,
             } => {
+                if refuses(&outcome) {
+                    self.clients[client].health.refused(self.now);
+                }
                 let outcome = outcome.map_err(Failure::Server);
                 self.reply_arrived(client, connection, call, outcome, run);
             }
@@ -625,6 +685,19 @@ impl World {
             } => {
                 self.foreign_reply(actor, command, is_done, sent);
             }
+            Event::Program { actor } => self.program_step(actor),
+            Event::ProgramRun {
+                actor,
+                command,
+                sent,
+            } => self.program_run(actor, command, sent),
+            Event::ProgramReply {
+                actor,
+                command,
+                is_done,
+                sent,
+                run,
+            } => self.program_reply(actor, command, is_done, sent, run),
             Event::Calm => self.actions_left = 0,
             Event::Sweep => self.sweep(),
             Event::Finish => self.callers_are_over(),
@@ -678,7 +751,10 @@ impl World {
                 EngineEvent::Completed(request, outcome) => {
                     self.completed(client, request, outcome);
                 }
-                EngineEvent::Lost(_) => self.figures.losses += 1,
+                EngineEvent::Lost(cell) => {
+                    self.figures.losses += 1;
+                    self.lost(client, &cell);
+                }
                 EngineEvent::Notice(notice) => self.noticed(client, &notice),
             }
         }
@@ -710,7 +786,9 @@ impl World {
                     // A timer of the runtime fires up to a millisecond late, a busy one later.
                     at = at + Duration::from_micros(self.rng.random_range(0..1000));
                     if self.chance("late timers", 0.05) {
-                        at = at + self.plan.watchdog.mul_f64(self.rng.random_range(0.0..0.2));
+                        let late = self.plan.watchdog.mul_f64(self.rng.random_range(0.0..0.2));
+                        at = at + late;
+                        self.clients[client].health.delay(at, late);
                         self.met("late timers");
                     }
                     self.clients[client].alarm = Some(self.push(at, Event::Alarm { client }));
@@ -735,12 +813,14 @@ impl World {
         let now = self.now;
         if now < self.busy_until {
             self.met("server is busy");
+            self.clients[client].health.refused(now);
             let error = "BUSY Redis is busy running a script.".to_owned();
             return (Err(error.into()), 0);
         }
         if let Some((name, until)) = &self.refused_key {
             if now < *until && call.keys.contains(name) {
                 self.met("server refuses a key");
+                self.clients[client].health.refused(now);
                 let error = "NOPERM No permissions to access a key".to_owned();
                 return (Err(error.into()), 0);
             }
@@ -753,6 +833,9 @@ impl World {
         let run = self.runs;
         let before = self.owners_of(&call.keys);
         let reply = self.scripts.run(&mut self.database, call);
+        if refuses(&reply) {
+            self.clients[client].health.refused(now);
+        }
         if std::mem::take(&mut self.database.denials) > 0 {
             self.met(if self.database.denied.len() == 1 {
                 "server refuses a command"
@@ -774,6 +857,7 @@ impl World {
     pub(super) fn owners_of(&self, names: &[Bytes]) -> Vec<(Bytes, Option<Bytes>)> {
         names
             .iter()
+            .filter(|name| !is_counter(name))
             .map(|name| {
                 let owner = self.database.owner(name).map(|(field, _)| field.clone());
                 (name.clone(), owner)
@@ -828,8 +912,13 @@ impl World {
             "server restarts with data" => self.restart(false),
             "server restarts without data" => self.restart(true),
             "server refuses writes" => {
-                let error = "READONLY You can't write against a read only replica.";
-                self.deny(&["hset", "pexpire", "del", "hdel"], error);
+                let error = [
+                    "READONLY You can't write against a read only replica.",
+                    "NOREPLICAS Not enough good replicas to write.",
+                    "MISCONF Errors writing to the AOF file: No space left on device",
+                ];
+                let error = error.choose(&mut self.rng).unwrap();
+                self.deny(&["hset", "pexpire", "del", "hdel", "incr", "set"], error);
                 self.denied_until = until;
             }
             "server is busy" => self.busy_until = until,
@@ -839,6 +928,14 @@ impl World {
                     (
                         "hset",
                         "OOM command not allowed when used memory > 'maxmemory'.",
+                    ),
+                    (
+                        "set",
+                        "OOM command not allowed when used memory > 'maxmemory'.",
+                    ),
+                    (
+                        "incr",
+                        "NOPERM this user has no permissions to run the 'incr' command",
                     ),
                     (
                         "pexpire",
@@ -873,11 +970,13 @@ impl World {
             "key of another type" => {
                 self.met(fault);
                 let before = self.owners_of(std::slice::from_ref(&name));
-                let key = super::server::Key {
-                    value: Value::Text,
-                    expires: Some(self.database.now + self.plan.watchdog.as_millis() as u64 / 3),
+                let value = if lock < self.plan.locks {
+                    Value::Text("garbage".into())
+                } else {
+                    Value::Hash(vec![("garbage".into(), "1".into())])
                 };
-                self.database.keys.insert(name, key);
+                let expires = self.database.now + self.plan.watchdog.as_millis() as u64 / 3;
+                self.database.insert(&name, value, Some(expires));
                 let run = self.next_run();
                 self.ran(None, before, run);
             }
@@ -905,6 +1004,7 @@ impl World {
             self.database.keys.clear();
             let run = self.next_run();
             self.ran(None, before, run);
+            self.oracle.forget_tokens(run);
         }
         for client in 0..self.clients.len() {
             if self.clients[client].link.is_closed {
@@ -925,8 +1025,10 @@ impl World {
         }
         self.met("process stops");
         self.clients[client].stopped = true;
+        let now = self.now;
         let pause = self.plan.watchdog.mul_f64(self.rng.random_range(0.1..2.5));
-        let at = self.now + pause;
+        let at = now + pause;
+        self.clients[client].health.delay(at, pause);
         self.push(at, Event::Resume { client });
     }
 
@@ -934,6 +1036,8 @@ impl World {
         if !std::mem::replace(&mut self.clients[client].stopped, false) {
             return;
         }
+        let now = self.now;
+        self.clients[client].health.delay(now, Duration::ZERO);
         let mut backlog = std::mem::take(&mut self.clients[client].backlog);
         if self.rng.random_bool(0.5) {
             // The timers are looked at first, or last.
@@ -1007,5 +1111,16 @@ fn shown(transmit: &Transmit) -> String {
             format!("{id:?} {name} {:?} {:?}", call.keys, call.args)
         }
         other => format!("{other:?}"),
+    }
+}
+
+/// Whether the server refused something, in the reply or with it.
+fn refuses(reply: &Result<Reply, ServerError>) -> bool {
+    match reply {
+        Err(_) => true,
+        Ok(Reply::List(values)) => values.windows(2).any(|pair| {
+            matches!(pair, [Reply::Int(code), Reply::Text(_)] if *code == crate::script::REFUSED)
+        }),
+        Ok(_) => false,
     }
 }
