@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::super::{Outcome, Wait};
 use super::callers::{Tracked, What};
+use super::oracle::Sure;
 use super::world::World;
 use crate::error::{Error, LostReason};
 use crate::lease_cell::LeaseCell;
@@ -49,15 +50,29 @@ impl World {
         }
     }
 
-    /// A tenure is lost. One that the watchdog renews is not lost by its time while the client runs
+    /// A tenure is lost. What the server is said not to have, it does not have. A tenure that the watchdog renews is not lost by its time while the client runs
     /// and its calls are answered: the time from the end of the trouble was enough for a renewal.
     pub(super) fn lost(&mut self, client: usize, cell: &Arc<LeaseCell>) {
+        let is_there = |sure: &&Sure| {
+            let name = &self.locks[sure.lock].name;
+            let owner = self.database.owner(name).map(|(field, _)| field);
+            Arc::ptr_eq(&sure.cell, cell)
+                && owner == Some(&sure.field)
+                && self.database.born(name) == Some(sure.born)
+        };
+        let reason = cell.lost(self.now);
+        let kept = self.oracle.sure.iter().find(is_there);
+        if let (Some(LostReason::Gone), Some(sure)) = (reason, kept) {
+            let problem = format!("client {client} loses what the server has for it: {sure:?}");
+            self.fail(problem);
+            return;
+        }
         let record = &self.clients[client];
         // The longest pause after a refused renewal, and the reply to the next one.
         let renewal = self.plan.watchdog / 6 + self.plan.command_timeout + TIMERS;
         let troubled = record.health.troubled;
         if self.plan.is_timed
-            && cell.lost(self.now) == Some(LostReason::Expired)
+            && reason == Some(LostReason::Expired)
             && record.engine.is_watched(cell)
             && troubled + renewal < self.now
         {

@@ -17,6 +17,8 @@
 //! `SIM_SEED=n` begins with that seed, and runs for `SIM_SECONDS`. A failure prints the seed of its
 //! schedule: that seed with 0 seconds repeats it. `SIM_ALL=1` counts failures rather than stopping.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 mod callers;
@@ -67,7 +69,9 @@ fn random_schedules_keep_every_invariant() {
         .map_or(2, usize::from)
         .min(2) as u64;
     let (begun, limit) = (Instant::now(), Duration::from_secs(seconds));
+    let is_over = Arc::new(AtomicBool::new(false));
     let runs = (0..threads).map(|thread| {
+        let is_over = Arc::clone(&is_over);
         std::thread::spawn(move || {
             let mut figures = Figures::default();
             let mut seed = first.wrapping_add(thread);
@@ -76,11 +80,12 @@ fn random_schedules_keep_every_invariant() {
                 figures.add(&one);
                 if let Some(trace) = failed {
                     if setting("SIM_ALL").is_none() {
+                        is_over.store(true, Ordering::Relaxed);
                         return (figures, Some(trace));
                     }
                     println!("{}", trace.lines().last().unwrap_or_default());
                 }
-                if begun.elapsed() > limit {
+                if begun.elapsed() > limit || is_over.load(Ordering::Relaxed) {
                     return (figures, None);
                 }
                 seed = seed.wrapping_add(threads);

@@ -165,8 +165,18 @@ impl World {
         // A simple lock is released and freed by force with the same script.
         let (is_release, is_force) = (is(&RELEASE), is(&FORCE_UNLOCK) || is(&SIMPLE_RELEASE));
         self.touched = u32::MAX;
+        // Of what this library frees, waiters are notified, unless the server refuses that.
+        let is_published = (is_release || is_force)
+            && !self
+                .database
+                .denied
+                .iter()
+                .any(|(name, _)| *name == "publish");
         for (at, (name, owner)) in before.into_iter().enumerate() {
             let after = self.database.owner(&name).map(|(field, _)| field.clone());
+            if is_published && owner.is_some() && !self.database.keys.contains_key(&name) {
+                self.oracle.freed.insert(name.clone(), self.now);
+            }
             if let Some(field) = owner.filter(|owner| after.as_ref() != Some(owner)) {
                 // A client loses its own holds before it frees its own owner by force, unless it
                 // frees any owner. Two clients with one id do not know the owners of each other.

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use super::super::entry::Action;
 use super::super::requests::Request;
 use super::super::timers::Timer;
-use super::super::{Engine, Purpose, RequestId};
+use super::super::{CallId, Engine, Purpose, RequestId};
 use crate::keys::Keys;
 use crate::lease_cell::LeaseCell;
 use crate::owner::Owner;
@@ -49,6 +49,15 @@ impl Engine {
         self.tenures
             .iter()
             .any(|(id, tenure)| Arc::ptr_eq(&tenure.cell, cell) && self.is_renewed(id))
+    }
+
+    /// Whether something is done with the refusal of a call that writes.
+    pub(super) fn is_awaited(&self, call: CallId) -> bool {
+        match self.calls.get(call) {
+            Some(Purpose::Op(op)) => self.ops.contains_key(*op),
+            Some(Purpose::Renewal(_)) => true,
+            _ => false,
+        }
     }
 
     /// The locks with detached holds, or with losses of those, that an unlock would take; and their

@@ -392,6 +392,8 @@ pub(super) struct World {
     refused_key: Option<(Bytes, Time)>,
     denied_until: Time,
     inflicted: u32,
+    /// Whether the engine wanted to leave the server.
+    has_left: bool,
     /// When the last fault had an effect.
     pub(super) faulted: Time,
     /// The clients whose state has changed since the last look, one bit for each.
@@ -467,6 +469,7 @@ impl World {
             refused_key: None,
             denied_until: Time::default(),
             inflicted: 0,
+            has_left: false,
             faulted: Time::default(),
             touched: 0,
             faults_on: true,
@@ -630,8 +633,20 @@ impl World {
                 if refuses(&outcome) {
                     self.clients[client].health.refused(self.now);
                 }
+                // A server that is no master is left.
+                let record = &self.clients[client];
+                let must_leave = names_replica(&outcome)
+                    && record.link.is_up
+                    && record.link.connection == connection
+                    && record.engine.is_awaited(call);
+                self.has_left = false;
                 let outcome = outcome.map_err(Failure::Server);
                 self.reply_arrived(client, connection, call, outcome, run);
+                if must_leave && !self.has_left {
+                    self.fail(format!(
+                        "client {client} stays on a server that is no master"
+                    ));
+                }
             }
             Event::Timeout { client, call } => self.call_timed_out(client, call),
             Event::NotSent { client, call } => self.not_sent(client, call),
@@ -742,7 +757,10 @@ impl World {
                 Transmit::Call(call, content) => self.submit(client, call, content),
                 Transmit::Subscribe(name) => self.change_subscription(client, name, true),
                 Transmit::Unsubscribe(name) => self.change_subscription(client, name, false),
-                Transmit::Reconnect => self.leave_server(client),
+                Transmit::Reconnect => {
+                    self.has_left = true;
+                    self.leave_server(client);
+                }
             }
         }
         while let Some(event) = self.clients[client].engine.poll_event() {
@@ -1112,6 +1130,15 @@ fn shown(transmit: &Transmit) -> String {
         }
         other => format!("{other:?}"),
     }
+}
+
+/// Whether the server says that it is no master.
+fn names_replica(reply: &Result<Reply, ServerError>) -> bool {
+    let Ok(Reply::List(values)) = reply else {
+        return false;
+    };
+    let mut texts = values.iter();
+    texts.any(|value| matches!(value, Reply::Text(text) if text.starts_with(b"READONLY")))
 }
 
 /// Whether the server refused something, in the reply or with it.
