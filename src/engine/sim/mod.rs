@@ -22,9 +22,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 mod callers;
-mod many;
 mod foreign;
 mod liveness;
+mod many;
 mod network;
 mod oracle;
 mod probe;

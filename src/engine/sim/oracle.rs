@@ -199,7 +199,7 @@ impl World {
             };
             if let (Some(row), Some(field), Some((client, call))) = (row, after, call) {
                 let owner = &call.args[row * at];
-                if self.clients[client].engine.attempting(&name) == Some(owner) {
+                if self.clients[client].engine.attempting(&name).as_ref() == Some(owner) {
                     let key = (client, name.clone());
                     if self.programs.iter().any(|program| program.token == field) {
                         self.oracle.foreign.insert(key);

@@ -37,11 +37,11 @@ impl Engine {
     }
 
     /// The owner for which the head of a wait queue makes an attempt.
-    pub(super) fn attempting(&self, name: &Bytes) -> Option<&Bytes> {
+    pub(super) fn attempting(&self, name: &Bytes) -> Option<Bytes> {
         let mut locks = self.locks.values();
         let lock = locks.find(|lock| lock.keys.name == *name)?;
-        let op = self.ops.get(lock.attempt?)?;
-        Some(&self.entries[op.entry].field)
+        let op = self.ops.get(lock.wait.attempt?)?;
+        Some(self.target(op.entry).field)
     }
 
     /// Whether the watchdog renews the tenure of that cell.
