@@ -169,11 +169,11 @@ impl Kind {
             1 => Ok(Acquired::Granted(
                 self.has_tokens().then_some(answer.number),
             )),
-            0 | 4 => Ok(Acquired::Held(Held {
+            code @ (0 | 4) if code == 0 || self == Self::Simple => Ok(Acquired::Held(Held {
                 ttl: u64::try_from(answer.number).ok().map(Duration::from_millis),
-                is_foreign: answer.code == 4,
+                is_foreign: code == 4,
             })),
-            2 => Ok(Acquired::Other(answer.number)),
+            2 if self.is_reentrant() => Ok(Acquired::Other(answer.number)),
             _ => Err(unexpected(&answer)),
         }
     }
@@ -196,7 +196,7 @@ impl Kind {
         let answer = accepted(answer(reply)?)?;
         match answer.code {
             1 => Ok(Released::Freed),
-            0 => Ok(Released::Left),
+            0 if self.is_reentrant() => Ok(Released::Left),
             2 => Ok(Released::Below(answer.number)),
             _ => Err(unexpected(&answer)),
         }

@@ -34,7 +34,7 @@
 //!
 //! Inside [`run`](Lock::run) the code that is awaited is the owner of the lock, and locks
 //! it again without waiting. Outside, each acquisition has an [`Owner`] of its own, so two branches
-//! of one `join!` exclude each other.
+//! of one `join!` exclude each other. A [`SimpleLock`] is never re-entered.
 //!
 //! # What is promised
 //!

@@ -179,9 +179,9 @@ impl PubSub {
     }
 
     /// Sends PINGs until the reply to one of them arrives: then every earlier reply has been read.
-    /// A server that is busy with a script refuses PING; this waits until it is idle. One that cannot
-    /// save its data refuses PING, too, and no other command that is sent here, so its refusals are
-    /// replies to PINGs.
+    /// A server that is busy with a script refuses PING; this waits until it is idle. One that
+    /// cannot save its data refuses PING, too, and no other command that is sent here, so its
+    /// refusals are replies to PINGs.
     async fn drain_replies(&mut self) -> Result<(), ()> {
         const TRIES: usize = 4;
         const PAUSE: Duration = Duration::from_millis(100);

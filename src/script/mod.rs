@@ -295,6 +295,10 @@ mod properties {
         ]
     }
 
+    fn kind() -> impl Strategy<Value = Kind> {
+        prop::sample::select(vec![Kind::Reentrant, Kind::Fenced, Kind::Simple])
+    }
+
     /// The codes and numbers, if the reply has one pair for each lock.
     fn numbers(reply: &Reply, locks: usize) -> Option<Vec<(i64, Option<i64>)>> {
         let Reply::List(values) = reply else {
@@ -334,27 +338,35 @@ mod properties {
         }
 
         #[test]
-        fn only_complete_reply_with_code_grants_or_frees(reply in pairs()) {
+        fn only_complete_reply_with_code_grants_or_frees(kind in kind(), reply in pairs()) {
             let answered = numbers(&reply, 1).map(|answered| answered[0]);
             let has_code = |wanted: i64| matches!(answered, Some((code, Some(_))) if code == wanted);
-            match Kind::Reentrant.acquired(reply.clone()) {
-                Ok(Acquired::Granted(_)) => prop_assert!(has_code(1)),
+            let is_simple = kind == Kind::Simple;
+            match kind.acquired(reply.clone()) {
+                Ok(Acquired::Granted(token)) => {
+                    prop_assert!(has_code(1));
+                    prop_assert_eq!(token.is_some(), kind == Kind::Fenced);
+                    prop_assert!(token.is_none() || answered == Some((1, token)));
+                }
                 Ok(Acquired::Held(held)) => {
                     let code = if held.is_foreign { 4 } else { 0 };
-                    prop_assert!(has_code(code));
+                    prop_assert!(has_code(code) && (is_simple || !held.is_foreign));
                 }
-                Ok(Acquired::Other(count)) => prop_assert_eq!(answered, Some((2, Some(count)))),
+                Ok(Acquired::Other(count)) => {
+                    prop_assert_eq!(answered, Some((2, Some(count))));
+                    prop_assert!(!is_simple);
+                }
                 Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
             }
-            match Kind::Reentrant.released(reply.clone()) {
+            match kind.released(reply.clone()) {
                 Ok(Released::Freed) => prop_assert!(has_code(1)),
-                Ok(Released::Left) => prop_assert!(has_code(0)),
+                Ok(Released::Left) => prop_assert!(has_code(0) && !is_simple),
                 Ok(Released::Below(count)) => prop_assert_eq!(answered, Some((2, Some(count)))),
                 Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
             }
-            match Kind::Reentrant.counted(reply) {
+            match kind.counted(reply) {
                 Ok(count) => prop_assert!(matches!(answered, Some((_, Some(number))) if number == count)),
                 Err(Failure::Server(_)) => prop_assert!(answered.is_some()),
                 Err(failure) => prop_assert!(matches!(failure, Failure::Unknown(_))),
@@ -362,9 +374,9 @@ mod properties {
         }
 
         #[test]
-        fn renewal_reply_is_read_per_lock(reply in pairs(), locks in 1..4_usize) {
+        fn renewal_reply_is_read_per_lock(kind in kind(), reply in pairs(), locks in 1..4_usize) {
             let answered = numbers(&reply, locks);
-            if let Ok(renewed) = Kind::Reentrant.renewed(reply, locks) {
+            if let Ok(renewed) = kind.renewed(reply, locks) {
                 let answered = answered.expect("a pair for each lock");
                 for (renewed, (code, number)) in renewed.into_iter().zip(answered) {
                     match renewed {

@@ -228,8 +228,8 @@ async fn waiters_over_slow_link_are_subscribed_with_few_commands() {
     assert!(took < ms(5_000), "{took:?}");
 }
 
-/// Each connection that is given up while it is slow would be one more, and one more wake-up of each
-/// waiter.
+/// Each connection that is given up while it is slow would be one more, and one more wake-up of
+/// each waiter.
 #[tokio::test(flavor = "multi_thread")]
 async fn lost_connection_for_messages_is_replaced_once_over_slow_link() {
     const LOCKS: usize = 20;
