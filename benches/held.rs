@@ -1,5 +1,5 @@
-//! What held locks cost while nothing else happens: allocated bytes, time of the processor and script
-//! calls. `cargo bench --package redisson-lock-bench --bench held`; `LOCKS=100000` sets their number.
+//! What held locks cost while nothing else happens: allocated bytes, time of the processor and
+//! script calls. `LOCKS=100000` sets their number.
 
 #![expect(unsafe_code, reason = "an allocator that counts is an unsafe trait")]
 

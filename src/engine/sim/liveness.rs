@@ -50,8 +50,9 @@ impl World {
         }
     }
 
-    /// A tenure is lost. What the server is said not to have, it does not have. A tenure that the watchdog renews is not lost by its time while the client runs
-    /// and its calls are answered: the time from the end of the trouble was enough for a renewal.
+    /// A tenure is lost. What the server is said not to have, it does not have. A tenure that
+    /// the watchdog renews is not lost by its time while the client runs and its calls are
+    /// answered: the time from the end of the trouble was enough for a renewal.
     pub(super) fn lost(&mut self, client: usize, cell: &Arc<LeaseCell>) {
         let is_there = |sure: &&Sure| {
             let name = &self.locks[sure.lock].name;
