@@ -200,8 +200,10 @@ impl Engine {
                 self.enqueue_op(now, op);
             }
             None => {
+                // The call cannot name an owner without a name (a string of another program), so it
+                // frees whichever is there.
                 self.lose_selected(now, &keys, |tenure, field| {
-                    field == &owner || earlier.contains(&tenure)
+                    owner.is_empty() || field == &owner || earlier.contains(&tenure)
                 });
                 if let Some(forcing) = self.forcing(id) {
                     forcing.victim = Some(owner);
