@@ -237,6 +237,27 @@ fn tenure_after_loss_during_reentry_has_token_of_its_own() {
     assert_eq!(inner.token, Some(6));
 }
 
+/// Its reply carried the token of the lost tenure into a new one, which the next guard joined.
+#[test]
+fn cancelled_reentry_after_loss_passes_no_token_on() {
+    let mut bench = Bench::new();
+    let outer = bench.acquire(Kind::Fenced, Wait::Unlimited, None);
+    let call = bench.call();
+    bench.reply(call, answered(1, 5));
+    bench.engine.claim(bench.now, outer).unwrap();
+    bench.now = bench.now + PROOF * 3 / 4;
+    let inner = bench.acquire(Kind::Fenced, Wait::Unlimited, None);
+    let call = bench.call();
+    bench.engine.cancel(bench.now, inner);
+    bench.now = bench.now + PROOF / 4;
+    let next = bench.acquire(Kind::Fenced, Wait::Unlimited, None);
+    bench.reply(call, answered(1, 0));
+    let call = bench.call();
+    bench.reply(call, answered(1, 6));
+    let next = bench.engine.claim(bench.now, next).unwrap();
+    assert_eq!(next.token, Some(6));
+}
+
 /// The attempt was retried for as long as the wait, once more.
 #[test]
 fn attempt_at_end_of_wait_ends_with_wait() {
