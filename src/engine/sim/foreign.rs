@@ -194,6 +194,7 @@ impl World {
         sent: Time,
     ) {
         let proof = sent + self.plan.watchdog * 9 / 10;
+        self.has_changed = true;
         let record = &mut self.foreign[actor];
         record.is_busy = false;
         match command {
@@ -369,6 +370,7 @@ impl World {
         sent: Time,
         run: u64,
     ) {
+        self.has_changed = true;
         let record = &mut self.programs[actor];
         record.is_busy = false;
         match command {

@@ -14,7 +14,8 @@ use crate::keys::Keys;
 use crate::lease_cell::LeaseCell;
 use crate::owner::{Owner, thread_of};
 use crate::script::catalog::{
-    ACQUIRE, FENCED_ACQUIRE, FORCE_UNLOCK, RELEASE, SIMPLE_ACQUIRE, SIMPLE_RELEASE,
+    ACQUIRE, FENCED_ACQUIRE, FORCE_UNLOCK, RELEASE, RENEW, SIMPLE_ACQUIRE, SIMPLE_RELEASE,
+    SIMPLE_RENEW,
 };
 use crate::time::Time;
 use crate::wire::Call;
@@ -46,6 +47,14 @@ pub(super) struct Token {
     pub(super) tenure: Option<Arc<LeaseCell>>,
 }
 
+/// The last run that took a lock from an owner by force.
+#[derive(Debug)]
+struct Taken {
+    name: Bytes,
+    field: Bytes,
+    run: u64,
+}
+
 /// What a run granted.
 #[derive(Debug)]
 struct Granted {
@@ -62,10 +71,12 @@ pub(super) fn is_counter(name: &[u8]) -> bool {
 #[derive(Debug, Default)]
 pub(super) struct Oracle {
     pub(super) sure: Vec<Sure>,
-    /// The last run that took a lock from an owner by force, by the name and the owner.
-    taken: BTreeMap<(Bytes, Bytes), u64>,
+    /// What was taken from an owner by force.
+    taken: Vec<Taken>,
     /// The runs that granted.
     granted: BTreeMap<u64, Granted>,
+    /// The runs of renewals that found an owner without the lock.
+    disproved: Vec<(u64, Bytes, Bytes)>,
     /// The tokens that were given.
     tokens: Vec<Token>,
     /// The run that made the counters of tokens begin again.
@@ -137,10 +148,22 @@ impl Oracle {
         }
     }
 
-    fn was_taken(&self, name: &Bytes, field: &Bytes, run: u64) -> bool {
+    /// The last run that took the lock from that owner by force.
+    fn last_taken(&self, name: &Bytes, field: &Bytes) -> Option<u64> {
+        let mut taken = self.taken.iter();
+        let taken = taken.find(|taken| taken.field == field && taken.name == name)?;
+        Some(taken.run)
+    }
+
+    fn take(&mut self, name: Bytes, field: Bytes, run: u64) {
         self.taken
-            .get(&(name.clone(), field.clone()))
-            .is_some_and(|taken| *taken > run)
+            .retain(|taken| taken.field != field || taken.name != name);
+        self.taken.push(Taken { name, field, run });
+    }
+
+    fn was_taken(&self, name: &Bytes, field: &Bytes, run: u64) -> bool {
+        self.last_taken(name, field)
+            .is_some_and(|taken| taken > run)
     }
 }
 
@@ -163,6 +186,7 @@ impl World {
             call.is_some_and(|(_, call)| call.script == script.source())
         };
         // A simple lock is released and freed by force with the same script.
+        let is_renewal = is(&RENEW) || is(&SIMPLE_RENEW);
         let (is_release, is_force) = (is(&RELEASE), is(&FORCE_UNLOCK) || is(&SIMPLE_RELEASE));
         self.touched = u32::MAX;
         // Of what this library frees, waiters are notified, unless the server refuses that.
@@ -186,8 +210,9 @@ impl World {
                         && !call.args[2 * at].is_empty()
                         && thread_of(&field, self.clients[client].id).is_some()
                 });
-                if !is_release && !is_own && self.plan.has_excuses {
-                    self.oracle.taken.insert((name.clone(), field), run);
+                let is_taken = call.is_none() || (is_force && !is_own);
+                if is_taken && self.plan.has_excuses {
+                    self.oracle.take(name.clone(), field, run);
                 }
             }
             let row = if is(&ACQUIRE) {
@@ -197,6 +222,13 @@ impl World {
             } else {
                 is(&SIMPLE_ACQUIRE).then_some(2)
             };
+            if let (true, Some((_, call))) = (is_renewal, call) {
+                let field = &call.args[2 * at];
+                if after.as_ref() != Some(field) {
+                    let disproved = (run, name.clone(), field.clone());
+                    self.oracle.disproved.push(disproved);
+                }
+            }
             if let (Some(row), Some(field), Some((client, call))) = (row, after, call) {
                 let owner = &call.args[row * at];
                 if self.clients[client].engine.attempting(&name).as_ref() == Some(owner) {
@@ -230,6 +262,31 @@ impl World {
         }
     }
 
+    /// The reply of a run has arrived: an owner of which a renewal found nothing is not sure.
+    pub(super) fn replied(&mut self, client: usize, run: u64) {
+        let now = self.now;
+        let (disproved, others) = std::mem::take(&mut self.oracle.disproved)
+            .into_iter()
+            .partition(|(other, ..)| *other == run);
+        self.oracle.disproved = others;
+        let disproved: Vec<(u64, Bytes, Bytes)> = disproved;
+        for (_, name, field) in disproved {
+            let mut sure = self.oracle.sure.iter();
+            let sure = sure.find(|sure| {
+                sure.client == client
+                    && sure.field == field
+                    && self.locks[sure.lock].name == name
+                    && sure.run < run
+                    && sure.is_sure(now)
+            });
+            if let Some(sure) = sure {
+                let problem = format!("a renewal found no lock, and its owner is sure: {sure:?}");
+                self.fail(problem);
+                return;
+            }
+        }
+    }
+
     /// Tokens rise from tenure to tenure, of any owner; all guards of one have the same.
     pub(super) fn token_given(&mut self, given: Token) {
         let is_right = |other: &&Token| match (&other.tenure, &given.tenure) {
@@ -253,10 +310,14 @@ impl World {
         if self.violation.is_some() {
             return;
         }
-        if let Some(problem) = self.find_problem() {
-            self.fail(problem);
+        // What an engine records, or what the server has, has to have changed.
+        if self.touched != 0 || self.has_changed {
+            if let Some(problem) = self.find_problem() {
+                self.fail(problem);
+            }
         }
         self.touched = 0;
+        self.has_changed = false;
     }
 
     fn find_problem(&self) -> Option<String> {
@@ -405,7 +466,7 @@ impl World {
         for held in engine.recorded(self.now) {
             let key = (held.name, held.field);
             let is_left = self.oracle.left.contains(&(client, key.0.clone()));
-            if is_left || self.oracle.taken.contains_key(&key) {
+            if is_left || self.oracle.last_taken(&key.0, &key.1).is_some() {
                 continue;
             }
             let owner = self.database.owner(&key.0);

@@ -1,5 +1,6 @@
 //! A server in memory that runs the very Lua files of the library.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
@@ -62,17 +63,18 @@ fn number(text: &[u8]) -> Option<i64> {
 }
 
 impl Database {
-    /// Removes what has expired.
-    pub(super) fn expire(&mut self) {
+    /// Removes what has expired. Whether there was anything.
+    pub(super) fn expire(&mut self) -> bool {
         let now = self.now;
-        if self
+        let has_expired = self
             .keys
             .values()
-            .any(|key| key.expires.is_some_and(|at| now > at))
-        {
+            .any(|key| key.expires.is_some_and(|at| now > at));
+        if has_expired {
             self.keys
                 .retain(|_, key| key.expires.is_none_or(|at| now <= at));
         }
+        has_expired
     }
 
     /// The owner of a lock and its hold count.
@@ -302,6 +304,17 @@ thread_local! {
     static SCRIPTS: Rc<Scripts> = Rc::new(Scripts::compile());
 }
 
+/// The text of a script: that of the program, or, with `SIM_LUA`, of the file in that directory.
+fn text_of(text: &'static str) -> Cow<'static, str> {
+    let Some(directory) = std::env::var_os("SIM_LUA") else {
+        return text.into();
+    };
+    // The first line begins with the name.
+    let name = text[3..].split(':').next().unwrap_or_default();
+    let file = std::path::Path::new(&directory).join(name);
+    std::fs::read_to_string(file).unwrap().into()
+}
+
 impl Scripts {
     /// The scripts of this thread, compiled once.
     pub(super) fn of_thread() -> Rc<Self> {
@@ -357,7 +370,8 @@ impl Scripts {
             .map(|script| {
                 let source = script.source();
                 // The tables are arguments of the chunk rather than globals; the text is the same.
-                let chunk = format!("local KEYS, ARGV = ...\n{}", source.text);
+                let text = text_of(source.text);
+                let chunk = format!("local KEYS, ARGV = ...\n{text}");
                 let function = lua.load(chunk).into_function().unwrap();
                 (source.sha1, function)
             })

@@ -398,6 +398,8 @@ pub(super) struct World {
     pub(super) faulted: Time,
     /// The clients whose state has changed since the last look, one bit for each.
     pub(super) touched: u32,
+    /// Whether a key has expired since then, or another program relies on a lock.
+    pub(super) has_changed: bool,
     pub(super) faults_on: bool,
     pub(super) is_finishing: bool,
     pub(super) actions_left: u32,
@@ -472,6 +474,7 @@ impl World {
             has_left: false,
             faulted: Time::default(),
             touched: 0,
+            has_changed: false,
             faults_on: true,
             is_finishing: false,
             actions_left: plan.actions,
@@ -635,13 +638,16 @@ impl World {
                 }
                 // A server that is no master is left.
                 let record = &self.clients[client];
-                let must_leave = names_replica(&outcome)
-                    && record.link.is_up
+                let is_awaited = record.link.is_up
                     && record.link.connection == connection
                     && record.engine.is_awaited(call);
+                let must_leave = is_awaited && names_replica(&outcome);
                 self.has_left = false;
                 let outcome = outcome.map_err(Failure::Server);
                 self.reply_arrived(client, connection, call, outcome, run);
+                if is_awaited {
+                    self.replied(client, run);
+                }
                 if must_leave && !self.has_left {
                     self.fail(format!(
                         "client {client} stays on a server that is no master"
@@ -819,7 +825,7 @@ impl World {
     fn tick_server(&mut self) {
         let millis = self.now.nanos() as f64 * self.plan.server_rate / 1e6;
         self.database.now = millis as u64;
-        self.database.expire();
+        self.has_changed |= self.database.expire();
     }
 
     /// Runs a call on the server. The number tells it from other runs.
