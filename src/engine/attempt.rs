@@ -27,8 +27,8 @@ pub(super) struct Acquire {
     /// Whether the owner's hold count is being read.
     is_counting: bool,
     counts: Counts,
-    /// The token of the tenure, if it is known. Otherwise a fenced lock is asked for a new one.
-    token: Option<i64>,
+    /// Whether the token of the tenure is not known: then a fenced lock is asked for a new one.
+    needs_token: bool,
     /// What to leave on the server should the outcome stay unknown: what is known to be held
     /// besides.
     leave: i64,
@@ -73,7 +73,7 @@ impl Engine {
                 before: 0,
                 target: 0,
             },
-            token: None,
+            needs_token: true,
             leave: 0,
             corrections: 0,
         };
@@ -151,7 +151,8 @@ impl Engine {
 
     fn send_acquire(&mut self, now: Time, id: OpId) {
         let tenure = self.entries[self.ops[id].entry].tenure;
-        self.acquiring(id).token = tenure.and_then(|tenure| self.tenures[tenure].token);
+        self.acquiring(id).needs_token =
+            tenure.is_none_or(|tenure| self.tenures[tenure].token.is_none());
         let op = &self.ops[id];
         let Action::Acquire(acquire) = &op.action else {
             return;
@@ -162,7 +163,7 @@ impl Engine {
         } else {
             let lease = self.lease_of(acquire.mode);
             op.kind
-                .acquire(target, acquire.counts, lease, acquire.token.is_none())
+                .acquire(target, acquire.counts, lease, acquire.needs_token)
         };
         self.send_op(now, id, call);
     }
@@ -194,26 +195,11 @@ impl Engine {
             return;
         }
         match outcome.and_then(|reply| kind.acquired(reply)) {
-            Ok(Acquired::Granted(_)) if self.has_old_token(now, id) => {
-                // Should the outcome of this call stay unknown, the first one has acquired a hold.
-                self.ops[id].is_repeated = true;
-                self.send_acquire(now, id);
-            }
             Ok(Acquired::Granted(token)) => self.granted(now, id, token),
             Ok(Acquired::Held(held)) => self.contended(now, id, held),
             Ok(Acquired::Other(found)) => self.correct(now, id, found),
             Err(failure) => self.acquire_was_refused(now, id, failure),
         }
-    }
-
-    /// Whether the hold that was granted needs a new token: the call asked for none, and the tenure
-    /// whose token it was to have was lost while the call was in flight. A repetition finds the
-    /// hold and asks for one.
-    fn has_old_token(&mut self, now: Time, id: OpId) -> bool {
-        let (entry, kind) = (self.ops[id].entry, self.ops[id].kind);
-        kind.has_tokens()
-            && self.acquiring(id).token.is_some()
-            && self.live_tenure(now, entry).is_none()
     }
 
     /// The call failed: it is repeated if that may help.
@@ -297,19 +283,25 @@ impl Engine {
 
     /// Records what the server granted.
     fn granted(&mut self, now: Time, id: OpId, token: Option<i64>) {
-        self.stats.grants += 1;
         let op = &self.ops[id];
         let (entry, kind, sent, request) = (op.entry, op.kind, op.sent, op.request);
         let acquire = self.acquiring(id);
         let (mode, task, count) = (acquire.mode, acquire.task, acquire.counts.target);
-        // A call that asked for none joins a tenure whose token is known, or is not for a fenced
-        // lock.
-        let token = token.filter(|_| acquire.token.is_none());
+        let token = token.filter(|_| acquire.needs_token);
         let lease = self.lease_of(mode);
         let proof = sent + lease.provable();
         // The record may have run out while the reply was under way: then the older guards are
         // lost.
         let live = self.live_tenure(now, entry);
+        let is_open = request.is_some() && !self.is_closed();
+        if live.is_none() && token.is_none() && kind.has_tokens() && is_open {
+            // The tenure whose token was known is lost. The new one asks for a token of its own;
+            // should that fail, what was granted is released.
+            self.ops[id].is_repeated = true;
+            self.send_acquire(now, id);
+            return;
+        }
+        self.stats.grants += 1;
         let tenure = live.unwrap_or_else(|| {
             let base = self.base_of(now, entry, count);
             let id = self
