@@ -257,7 +257,7 @@ fn fenced_waiter_that_is_cancelled() {
         wait: [Wait::Unlimited; 2],
         has_cancel: true,
         faults: 0,
-        depth: 6 + deeper(),
+        depth: 6 + deeper().min(1),
     };
     explore("a fenced lock, two that wait, cancelled anywhere", &small);
 }
@@ -269,7 +269,7 @@ fn connection_of_fenced_owner_is_replaced() {
         wait: [Wait::Unlimited, Wait::AtMost(Duration::ZERO)],
         has_cancel: false,
         faults: 1,
-        depth: 5 + deeper(),
+        depth: 5 + deeper().min(1),
     };
     explore(
         "a fenced lock, one waits, one tries, a connection replaced anywhere",
@@ -284,7 +284,7 @@ fn simple_waiter_that_is_cancelled() {
         wait: [Wait::Unlimited; 2],
         has_cancel: true,
         faults: 0,
-        depth: 6 + deeper(),
+        depth: 6 + deeper().min(1),
     };
     explore("a simple lock, two that wait, cancelled anywhere", &small);
 }
@@ -296,7 +296,7 @@ fn connection_of_simple_owner_is_replaced() {
         wait: [Wait::Unlimited, Wait::AtMost(Duration::ZERO)],
         has_cancel: false,
         faults: 1,
-        depth: 5 + deeper(),
+        depth: 5 + deeper().min(1),
     };
     explore(
         "a simple lock, one waits, one tries, a connection replaced anywhere",

@@ -946,7 +946,11 @@ impl World {
                 self.denied_until = until;
             }
             "server is busy" => self.busy_until = until,
-            "server refuses a key" => self.refused_key = Some((name, until)),
+            "server refuses a key" => {
+                // Long enough for renewals, which may be of several locks.
+                let pause = self.plan.watchdog.mul_f64(self.rng.random_range(0.1..1.0));
+                self.refused_key = Some((name, self.now + pause));
+            }
             "server refuses a command" => {
                 let (command, error) = *[
                     (
