@@ -98,7 +98,11 @@ pub(super) enum State {
 
 impl World {
     fn wake_caller(&mut self, client: usize, caller: usize) {
-        let at = self.now + self.think();
+        let mut at = self.now + self.think();
+        if !self.is_finishing && self.rng.random_bool(0.03) {
+            // Long enough for renewals, of what was acquired at nearly the same time in one batch.
+            at = at + self.plan.watchdog.mul_f64(self.rng.random_range(0.3..1.5));
+        }
         self.push(at, Event::Caller { client, caller });
     }
 
