@@ -249,6 +249,8 @@ impl Engine {
         if self.locks[lock].wait.attempt == Some(id) {
             self.attempt_was_contended(now, lock, id, held);
             self.lock_was_answered(now, lock, request);
+        } else {
+            self.server_was_reached(now, lock);
         }
         if let Some(Request::Acquire(request)) =
             request.and_then(|request| self.requests.get_mut(request))
@@ -342,6 +344,8 @@ impl Engine {
         if self.locks[lock].wait.attempt == Some(id) {
             self.attempt_was_granted(lock, id, open.map(|_| until));
             self.lock_was_answered(now, lock, request);
+        } else {
+            self.server_was_reached(now, lock);
         }
         match (request, open) {
             (_, Some(request)) => self.offer(now, request, hold),

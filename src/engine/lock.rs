@@ -307,6 +307,13 @@ impl Engine {
         });
     }
 
+    /// The server has answered an attempt that passed the queue, so it can be reached.
+    pub(super) fn server_was_reached(&mut self, now: Time, id: LockId) {
+        let lock = &mut self.locks[id];
+        lock.silence = None;
+        lock.answered_at = Some(now);
+    }
+
     /// The server has answered an attempt: those whose wait time is over know that they did not get
     /// the lock.
     pub(super) fn lock_was_answered(&mut self, now: Time, id: LockId, by: Option<RequestId>) {

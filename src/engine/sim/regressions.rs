@@ -283,3 +283,40 @@ fn attempt_at_end_of_wait_ends_with_wait() {
         bench.wait(Duration::from_millis(5));
     }
 }
+
+/// The request joined the queue after its own attempt had been answered, and failed because earlier
+/// attempts had not been.
+#[test]
+fn request_that_was_answered_does_not_fail_for_earlier_silence() {
+    let mut bench = Bench::new();
+    let request = bench.acquire(Kind::Reentrant, Wait::Unlimited, None);
+    let call = bench.call();
+    bench.reply(call, granted());
+    bench.wait(Duration::from_millis(600));
+    let call = bench.call();
+    bench.reply(call, granted());
+    assert!(matches!(bench.outcome(request), Some(Outcome::Unclaimed)));
+    for number in [6, 7] {
+        let other = AcquireRequest {
+            keys: bench.keys.clone(),
+            kind: Kind::Reentrant,
+            owner: Owner::numbered(number),
+            lease: None,
+            wait: Wait::Unlimited,
+            task: TaskKey(2),
+        };
+        let other = bench.engine.acquire(bench.now, other);
+        while !matches!(bench.events.last(), Some(Event::Completed(id, _)) if *id == other) {
+            for call in bench.calls() {
+                bench.reply(call, Err(no_connection()));
+            }
+            bench.calls();
+            bench.wait(Duration::from_millis(5));
+        }
+    }
+    bench.engine.resume(bench.now, request);
+    let call = bench.call();
+    bench.reply(call, answered(0, 60_000));
+    bench.calls();
+    assert!(matches!(bench.outcome(request), Some(Outcome::Unclaimed)));
+}
