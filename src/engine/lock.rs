@@ -309,9 +309,11 @@ impl Engine {
 
     /// The server has answered an attempt that passed the queue, so it can be reached.
     pub(super) fn server_was_reached(&mut self, now: Time, id: LockId) {
-        let lock = &mut self.locks[id];
-        lock.silence = None;
-        lock.answered_at = Some(now);
+        let wait = &mut self.locks[id].wait;
+        if !wait.is_idle() || wait.silence.is_some() {
+            wait.silence = None;
+            wait.answered_at = Some(now);
+        }
     }
 
     /// The server has answered an attempt: those whose wait time is over know that they did not get
