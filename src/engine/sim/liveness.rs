@@ -16,6 +16,8 @@ use crate::time::Time;
 pub(super) struct Health {
     /// When that was last; it may be known beforehand.
     troubled: Time,
+    /// When the server refused something last.
+    refused: Time,
     /// By how much its timers and its process were late, all together.
     late: Duration,
 }
@@ -23,6 +25,7 @@ pub(super) struct Health {
 impl Health {
     /// The server refused something.
     pub(super) fn refused(&mut self, now: Time) {
+        self.refused = now;
         self.troubled = self.troubled.max(now);
     }
 
@@ -50,9 +53,9 @@ impl World {
         }
     }
 
-    /// A tenure is lost. What the server is said not to have, it does not have. A tenure that
-    /// the watchdog renews is not lost by its time while the client runs and its calls are
-    /// answered: the time from the end of the trouble was enough for a renewal.
+    /// A tenure is lost. What the server is said not to have, it does not have. A tenure that the
+    /// watchdog renews is not lost by its time while the client runs and its calls are answered:
+    /// the time from the end of the trouble was enough for a renewal.
     pub(super) fn lost(&mut self, client: usize, cell: &Arc<LeaseCell>) {
         let is_there = |sure: &&Sure| {
             let name = &self.locks[sure.lock].name;
@@ -104,6 +107,31 @@ impl World {
                 tracked.what
             ));
         }
+        // What got no reply is tried again for the retry timeout, less the last pause.
+        let is_tried = matches!(
+            tracked.what,
+            What::Release { .. }
+                | What::Unlock { .. }
+                | What::Acquire {
+                    wait: Wait::Unlimited,
+                    ..
+                }
+        );
+        let is_short = elapsed + Duration::from_millis(250) < self.plan.retry_timeout;
+        if let (true, true, Outcome::Failed(error)) = (is_tried, is_short, outcome) {
+            let is_silence = matches!(
+                error,
+                Error::Connection { .. } | Error::OutcomeUnknown { .. }
+            );
+            let is_excused =
+                tracked.is_resumed || !record.is_open() || record.health.refused >= tracked.begun;
+            if is_silence && !is_excused {
+                return Some(format!(
+                    "{:?} is tried for {elapsed:?} only: {error:?}",
+                    tracked.what
+                ));
+            }
+        }
         let What::Acquire { wait, .. } = tracked.what else {
             return None;
         };
@@ -130,8 +158,8 @@ impl World {
             Error::Server { .. } => is_troubled || self.plan.is_adopted,
             // An earlier operation may wait for a reply that is slow or lost, or pause.
             Error::Timeout { .. } => {
-                let since = record.health.troubled.max(self.faulted) + Duration::from_millis(500);
-                is_troubled || since >= tracked.begun
+                let pause = self.plan.command_timeout * 2 + Duration::from_millis(500);
+                is_troubled || record.health.troubled.max(self.faulted) + pause >= tracked.begun
             }
             Error::Connection { .. } | Error::OutcomeUnknown { .. } => is_troubled,
             _ => false,

@@ -320,3 +320,17 @@ fn request_that_was_answered_does_not_fail_for_earlier_silence() {
     bench.calls();
     assert!(matches!(bench.outcome(request), Some(Outcome::Unclaimed)));
 }
+
+/// A batch of renewals that is refused for one of its keys rarely comes up at random.
+#[test]
+fn batch_that_is_refused_for_one_key_is_renewed_one_by_one() {
+    let mut bench = Bench::new();
+    bench.hold(None);
+    bench.keys = Keys::reentrant("other").unwrap();
+    bench.hold(None);
+    bench.wait(Duration::from_secs(1));
+    let batch = bench.call();
+    let refusal = "NOPERM No permissions to access a key";
+    bench.reply(batch, Err(Failure::Server(refusal.into())));
+    assert_eq!(bench.calls().len(), 2);
+}
