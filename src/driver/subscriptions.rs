@@ -17,6 +17,7 @@ pub(super) async fn keep_subscriptions(driver: Arc<Driver>, pubsub: PubSub) {
         driver,
         pubsub,
         wanted: BTreeSet::new(),
+        changed: BTreeSet::new(),
         refused: BTreeSet::new(),
         reported: None,
     };
@@ -27,6 +28,7 @@ pub(super) async fn keep_subscriptions(driver: Arc<Driver>, pubsub: PubSub) {
             .apply(|engine, now| engine.handle_interruption(now));
         keeper.pubsub.reopen().await;
         keeper.refused.clear();
+        keeper.changed.clone_from(&keeper.wanted);
     }
 }
 
@@ -34,6 +36,9 @@ struct Keeper {
     driver: Arc<Driver>,
     pubsub: PubSub,
     wanted: BTreeSet<Bytes>,
+    /// May differ from what the server knows. All others are as they are wanted, so a change costs
+    /// as much with many subscriptions as with few.
+    changed: BTreeSet<Bytes>,
     /// Refused for a while, perhaps.
     refused: BTreeSet<Bytes>,
     /// When a refusal was reported last.
@@ -77,7 +82,7 @@ impl Keeper {
                     if self.pubsub.check().await.is_err() {
                         return;
                     }
-                    self.refused.clear();
+                    self.changed.append(&mut self.refused);
                 }
             }
         }
@@ -85,6 +90,7 @@ impl Keeper {
 
     fn take_changes(&mut self) {
         for (name, is_wanted) in self.driver.take_subscriptions() {
+            self.changed.insert(name.clone());
             if !is_wanted {
                 self.wanted.remove(&name);
                 self.refused.remove(&name);
@@ -105,13 +111,14 @@ impl Keeper {
         /// One command and one confirmation for so many.
         const BATCH: usize = 256;
         let subscribed = self.pubsub.channels();
-        let ending: Vec<_> = subscribed.difference(&self.wanted).cloned().collect();
-        let making: Vec<_> = self
-            .wanted
-            .iter()
-            .filter(|name| !subscribed.contains(*name) && !self.refused.contains(*name))
-            .cloned()
-            .collect();
+        let (mut making, mut ending) = (Vec::new(), Vec::new());
+        for name in std::mem::take(&mut self.changed) {
+            match (self.wanted.contains(&name), subscribed.contains(&name)) {
+                (true, false) if !self.refused.contains(&name) => making.push(name),
+                (false, true) => ending.push(name),
+                _ => {}
+            }
+        }
         for batch in ending.chunks(BATCH) {
             self.pubsub.unsubscribe(batch).await?;
         }
