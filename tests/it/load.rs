@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::support::observe::{channels, info, scripts};
 use crate::support::proxy::Proxy;
-use crate::support::server::{Server, unique, wait_until};
+use crate::support::server::{Patience, Server, unique, wait_until};
 use redisson_lock::LockClient;
 use tokio::time::{sleep, timeout};
 
@@ -193,9 +193,21 @@ async fn ten_thousand_idle_waited_for_locks_cost_few_script_calls() {
         guards.extend(locked.await.unwrap());
         let requests = names.iter().map(|name| client.lock(name).lock());
         waiters.extend(requests.map(|request| tokio::spawn(request.into_future())));
-        wait_until("all are subscribed", SOON, || {
-            channels(&mut redis) == waiters.len()
-        });
+        let (mut subscribed, mut patience) = (0, Patience::new(SOON));
+        while subscribed < waiters.len() {
+            let now = channels(&mut redis);
+            if now != subscribed {
+                (subscribed, patience) = (now, Patience::new(SOON));
+            }
+            let ended = waiters.iter().filter(|waiter| waiter.is_finished()).count();
+            assert!(
+                patience.is_left(),
+                "{subscribed} of {} are subscribed, {ended} have ended: {:?}",
+                waiters.len(),
+                client.stats()
+            );
+            sleep(ms(5)).await;
+        }
     }
     // Each confirmation is followed by one attempt, and those that were subscribed while there were
     // few look once more: then it is quiet.

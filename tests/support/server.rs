@@ -464,9 +464,9 @@ pub fn unique(prefix: &str) -> String {
 /// Waits until a condition holds. Panics with `what` if it does not hold within `limit`.
 #[track_caller]
 pub fn wait_until(what: &str, limit: Duration, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + limit;
+    let mut patience = Patience::new(limit);
     while !condition() {
-        assert!(Instant::now() < deadline, "not within {limit:?}: {what}");
+        assert!(patience.is_left(), "not within {limit:?}: {what}");
         thread::sleep(POLL);
     }
 }
@@ -477,12 +477,37 @@ pub async fn wait_until_async<F>(what: &str, limit: Duration, mut condition: imp
 where
     F: Future<Output = bool>,
 {
-    let poll = async {
-        while !condition().await {
-            tokio::time::sleep(POLL).await;
+    let mut patience = Patience::new(limit);
+    loop {
+        match tokio::time::timeout(limit, condition()).await {
+            Ok(true) => return,
+            Ok(false) if patience.is_left() => tokio::time::sleep(POLL).await,
+            _ => panic!("not within {limit:?}: {what}"),
         }
-    };
-    if tokio::time::timeout(limit, poll).await.is_err() {
-        panic!("not within {limit:?}: {what}");
+    }
+}
+
+/// A limit that counts only time in which this process ran: when a busy or suspended machine stops
+/// it, what is waited for has stopped, too.
+pub struct Patience {
+    left: Duration,
+    asked: Instant,
+}
+
+impl Patience {
+    pub fn new(limit: Duration) -> Self {
+        Self {
+            left: limit,
+            asked: Instant::now(),
+        }
+    }
+
+    /// Whether there is time left. Time without a call counts as 100 ms at most.
+    pub fn is_left(&mut self) -> bool {
+        let now = Instant::now();
+        let passed = (now - self.asked).min(Duration::from_millis(100));
+        self.asked = now;
+        self.left = self.left.saturating_sub(passed);
+        !self.left.is_zero()
     }
 }
