@@ -150,13 +150,53 @@ async fn run_case(fixture: &Fixture, ops: &[Op]) -> TestCaseResult {
 
 #[test]
 fn random_steps_match_reference_model() {
+    check_cases(250, prop::collection::vec(op(), 1..25));
+}
+
+/// The guard of a tenure that began with holds that were handed over is lost with them.
+#[test]
+fn unlock_after_loss_of_handed_over_holds_matches_reference_model() {
+    let (lock, wait, lease) = (0, false, Lease::Watchdog);
+    let try_lock = |owner| Op::TryLock {
+        owner,
+        lock,
+        lease,
+        wait,
+    };
+    let hand_over = Op::HandOver {
+        client: 1,
+        lock,
+        count: 1,
+    };
+    let steps = vec![
+        hand_over.clone(),
+        try_lock(5),
+        Op::ForceUnlock { client: 0, lock },
+        try_lock(0),
+        try_lock(5),
+        Op::Unlock { owner: 5, lock },
+    ];
+    let handed_over_again = [
+        vec![hand_over.clone(), try_lock(5)],
+        vec![Op::LoseKey {
+            lock,
+            expire: false,
+        }],
+        vec![try_lock(0), try_lock(5), Op::UnlockGuard { guard: 1 }],
+        vec![hand_over, Op::Unlock { owner: 5, lock }],
+    ];
+    check_cases(1, Just(steps));
+    check_cases(1, Just(handed_over_again.concat()));
+}
+
+fn check_cases(cases: u32, steps: impl Strategy<Value = Vec<Op>>) {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .unwrap();
     let fixture = runtime.block_on(Fixture::new());
-    check(250, prop::collection::vec(op(), 1..25), |ops| {
+    check(cases, steps, |ops| {
         runtime.block_on(run_case(&fixture, &ops))
     });
 }

@@ -312,14 +312,15 @@ impl Model {
             .tenures
             .iter()
             .rfind(|other| (other.owner, other.lock) == (owner, lock) && !other.holds.is_empty());
-        match tenure.lost {
-            _ if tenure.base > 0 => self.unlock_unrecorded(owner, lock),
-            Some(_) if guarded.is_some() => {
-                let reason = guarded.and_then(|guarded| guarded.lost);
-                reason.map_or(Unlocked::NotHeldOrLost, Unlocked::Lost)
-            }
-            Some(_) => Unlocked::NotHeldOrLost,
-            None => Unlocked::NotHeld,
+        let lost = match tenure.lost {
+            None if tenure.base > 0 => return self.unlock_unrecorded(owner, lock),
+            None => return Unlocked::NotHeld,
+            Some(_) => guarded.and_then(|guarded| guarded.lost),
+        };
+        // Holds that were handed over since come first.
+        match self.unlock_unrecorded(owner, lock) {
+            Unlocked::Freed => Unlocked::Freed,
+            _ => lost.map_or(Unlocked::NotHeldOrLost, Unlocked::Lost),
         }
     }
 
