@@ -144,28 +144,22 @@ async fn shutdown_finishes_pending_releases() {
         match number % 3 {
             0 => drop(guard),
             1 => drop(poll!(Box::pin(guard.unlock()))),
-            _ => unlocks.push(tokio::spawn(guard.unlock())),
+            _ => {
+                // It begins before the shutdown, however late its task runs.
+                let mut unlock = Box::pin(guard.unlock());
+                assert!(poll!(&mut unlock).is_pending());
+                unlocks.push(tokio::spawn(unlock));
+            }
         }
     }
     client.shutdown().await.unwrap();
     assert_eq!(redis::cmd("DBSIZE").query(&mut redis), Ok(0));
     for unlock in unlocks {
-        // An unlock that had not begun before the shutdown reports that its hold was lost.
         let outcome = timeout(SOON, unlock)
             .await
             .expect("an unlock hangs")
             .unwrap();
-        assert!(
-            matches!(
-                outcome,
-                Ok(())
-                    | Err(Error::Lost {
-                        reason: LostReason::Shutdown,
-                        ..
-                    })
-            ),
-            "{outcome:?}"
-        );
+        assert!(outcome.is_ok(), "{outcome:?}");
     }
 }
 
