@@ -10,6 +10,9 @@ use crate::error::{ConnectionError, ServerError};
 #[derive(Debug, Clone)]
 pub(crate) struct Call {
     pub(crate) script: Source,
+    /// How many locks have a row of arguments and a pair of values in the reply; 0 for a script
+    /// with another layout.
+    pub(crate) locks: usize,
     pub(crate) keys: Vec<Bytes>,
     pub(crate) args: Vec<Bytes>,
 }
@@ -18,10 +21,24 @@ pub(crate) struct Call {
 /// the server does not have the script.
 ///
 /// Locks use no plain commands: only the reply of a script proves to which call it belongs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Source {
     pub(crate) sha1: &'static str,
     pub(crate) text: &'static str,
+}
+
+impl fmt::Debug for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The text begins with the name.
+        let first = self.text.lines().next().unwrap_or(self.sha1);
+        f.write_str(
+            first
+                .trim_start_matches("-- ")
+                .split(':')
+                .next()
+                .unwrap_or(first),
+        )
+    }
 }
 
 /// A reply, without types of the client library.

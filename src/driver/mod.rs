@@ -20,6 +20,7 @@ use crate::stats::Stats;
 use crate::time::Time;
 use crate::wire::Call;
 
+mod calls;
 mod clock;
 mod notices;
 mod request;

@@ -4,10 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures::StreamExt;
-use futures::stream::FuturesUnordered;
 use tokio::sync::{mpsc, oneshot, watch};
 
+use super::calls::Calls;
 use super::subscriptions::keep_subscriptions;
 use super::{Driver, Outgoing};
 use crate::error::Error;
@@ -101,19 +100,15 @@ impl Drop for FailOnDrop {
     }
 }
 
-/// From so many calls in flight on, further ones wait here, where no time limit of a reply counts:
-/// the server runs one after the other.
-const WINDOW: usize = 1024;
-
 async fn run(work: Work) {
     let Work {
         driver,
-        mut calls,
+        calls: mut outgoing,
         link,
         pubsub,
     } = work;
     let subscriptions = tokio::spawn(keep_subscriptions(Arc::clone(&driver), pubsub));
-    let mut in_flight = FuturesUnordered::new();
+    let mut calls = Calls::new(link);
     let mut submitted = Vec::new();
     let mut replies = Vec::new();
     let far = tokio::time::Instant::now() + Duration::from_secs(1 << 30);
@@ -124,33 +119,26 @@ async fn run(work: Work) {
             alarm.as_mut().reset(at);
         }
         tokio::select! {
-            Some(reply) = in_flight.next(), if !in_flight.is_empty() => {
-                replies.push(reply);
-                // Those that came with it are taken in at once.
-                while let Some(Some(reply)) = futures::FutureExt::now_or_never(in_flight.next()) {
-                    replies.push(reply);
-                }
-                let replies = std::mem::take(&mut replies);
+            () = calls.replied(&mut replies) => {
                 let _ = driver.apply(|engine, now| {
-                    for (id, outcome) in replies {
+                    for (id, outcome) in replies.drain(..) {
                         engine.handle_reply(now, id, outcome);
                     }
                 });
+                calls.send();
             }
-            _ = calls.recv_many(&mut submitted, WINDOW), if in_flight.len() < WINDOW => {
+            _ = outgoing.recv_many(&mut submitted, 1024) => {
                 for outgoing in submitted.drain(..) {
                     match outgoing {
-                        Outgoing::Call(id, call) => {
-                            let call = link.call(call);
-                            in_flight.push(async move { (id, call.await) });
-                        }
+                        Outgoing::Call(id, call) => calls.push(id, call),
                         Outgoing::Reconnect => {
-                            if link.leave_server() {
+                            if calls.link().leave_server() {
                                 driver.server_left.notify_one();
                             }
                         }
                     }
                 }
+                calls.send();
             }
             () = &mut alarm => {
                 let _ = driver.apply(|engine, now| engine.handle_timeout(now));
@@ -160,5 +148,5 @@ async fn run(work: Work) {
     }
     subscriptions.abort();
     let _ = subscriptions.await;
-    link.close().await;
+    calls.link().close().await;
 }

@@ -179,6 +179,7 @@ impl Shared {
             script: Source { sha1, text },
             keys,
             args,
+            locks: _,
         }: Call,
     ) -> Result<Reply, Failure> {
         let ticket = Bytes::from(self.tickets.fetch_add(1, Ordering::Relaxed).to_string());

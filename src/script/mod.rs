@@ -13,6 +13,7 @@ use crate::error::ServerError;
 use crate::wire::{Call, Failure, Reply, Source};
 
 pub(crate) mod catalog;
+pub(crate) mod gather;
 
 /// A script of the wire generation `v1`.
 #[derive(Debug)]
@@ -37,6 +38,7 @@ impl Script {
     pub(crate) fn batch(&'static self, locks: usize) -> Batch {
         Batch {
             script: self,
+            locks: 0,
             keys: Vec::with_capacity(locks),
             args: Vec::with_capacity(locks * self.row.len() + 1),
         }
@@ -60,6 +62,7 @@ impl Script {
 #[derive(Debug)]
 pub(crate) struct Batch {
     script: &'static Script,
+    locks: usize,
     keys: Vec<Bytes>,
     args: Vec<Bytes>,
 }
@@ -78,6 +81,7 @@ impl Batch {
             self.script.name,
             self.script.row,
         );
+        self.locks += usize::from(N > 0);
         self.keys.extend(keys);
         self.args.extend(row.into_iter().map(|(_, value)| value));
         self
@@ -87,6 +91,7 @@ impl Batch {
     pub(crate) fn call(self) -> Call {
         Call {
             script: self.script.source(),
+            locks: self.locks,
             keys: self.keys,
             args: self.args,
         }

@@ -26,6 +26,7 @@ mod fenced_lock;
 mod fenced_scripts;
 mod force_unlock;
 mod force_unlock_same_client;
+mod gathering;
 mod guard;
 mod input;
 mod inspection;

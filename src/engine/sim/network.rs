@@ -8,13 +8,14 @@ use rand::Rng;
 
 use super::super::{CallId, Subscription};
 use super::world::{Event, World};
+use crate::script::gather::{Answered, Gathered, gather};
 use crate::time::Time;
 use crate::wire::{Call, Failure, Reply};
 
-/// A call that its engine waits for.
+/// A call that is in flight: of the engine, or several that are made together.
 #[derive(Debug)]
 pub(super) struct InFlight {
-    pub(super) call: CallId,
+    calls: Vec<CallId>,
     timeout: (Time, u64),
 }
 
@@ -27,8 +28,10 @@ pub(super) struct Link {
     opened: Time,
     pub(super) is_closed: bool,
     pub(super) in_flight: Vec<InFlight>,
+    /// Calls that are gathered.
+    gathered: Vec<(CallId, Call)>,
     /// Calls that wait for a connection.
-    waiting: Vec<(CallId, Call, (Time, u64))>,
+    waiting: Vec<(Gathered<CallId>, (Time, u64))>,
     /// Older connections than this run nothing any more.
     pub(super) fenced: u32,
     /// How many requests are on their way, those of old connections included.
@@ -93,21 +96,50 @@ impl World {
     }
 
     pub(super) fn submit(&mut self, client: usize, call: CallId, content: Call) {
+        if !self.plan.gathers {
+            return self.send(client, Gathered::alone(call, content));
+        }
+        let link = &mut self.clients[client].link;
+        if link.gathered.is_empty() && !link.is_closed {
+            let pause = self.delay();
+            self.push(self.now + pause, Event::Send { client });
+        }
+        self.clients[client].link.gathered.push((call, content));
+    }
+
+    /// Sends what was gathered.
+    pub(super) fn send_gathered(&mut self, client: usize) {
+        /// Few, so that many calls are more than one.
+        const MOST: usize = 4;
+        let calls = std::mem::take(&mut self.clients[client].link.gathered);
+        for gathered in gather(calls, MOST) {
+            if gathered.ids().nth(1).is_some() {
+                self.met("calls gathered");
+            }
+            self.send(client, gathered);
+        }
+    }
+
+    fn send(&mut self, client: usize, gathered: Gathered<CallId>) {
         let now = self.now;
         let link = &self.clients[client].link;
         if link.is_closed {
             // Nothing is sent, and nothing replies.
         } else if link.is_up {
-            self.transmit(client, call, content);
+            self.transmit(client, gathered);
         } else {
             let limit = now + self.plan.command_timeout;
+            let call = gathered.first();
             let key = self.push(limit, Event::NotSent { client, call });
-            self.clients[client].link.waiting.push((call, content, key));
+            self.clients[client].link.waiting.push((gathered, key));
         }
     }
 
-    fn transmit(&mut self, client: usize, call: CallId, content: Call) {
+    fn transmit(&mut self, client: usize, mut gathered: Gathered<CallId>) {
         let now = self.now;
+        let call = gathered.first();
+        let calls = gathered.ids().copied().collect();
+        let content = gathered.call();
         let delay = self.delay();
         let timeout = self.push(
             now + self.plan.command_timeout,
@@ -115,7 +147,7 @@ impl World {
         );
         let is_fifo = self.plan.is_fifo;
         let link = &mut self.clients[client].link;
-        link.in_flight.push(InFlight { call, timeout });
+        link.in_flight.push(InFlight { calls, timeout });
         let connection = link.connection;
         let mut at = now + delay;
         if is_fifo {
@@ -136,7 +168,7 @@ impl World {
             Event::Request {
                 client,
                 connection,
-                call,
+                gathered,
                 content,
             },
         );
@@ -147,7 +179,7 @@ impl World {
         &mut self,
         client: usize,
         connection: u32,
-        call: CallId,
+        gathered: Gathered<CallId>,
         content: Call,
     ) {
         let now = self.now;
@@ -159,7 +191,7 @@ impl World {
                 Event::Request {
                     client,
                     connection,
-                    call,
+                    gathered,
                     content,
                 },
             );
@@ -199,7 +231,7 @@ impl World {
             Event::Reply {
                 client,
                 connection,
-                call,
+                gathered,
                 outcome,
                 run,
             },
@@ -210,7 +242,7 @@ impl World {
         &mut self,
         client: usize,
         connection: u32,
-        call: CallId,
+        gathered: Gathered<CallId>,
         outcome: Result<Reply, Failure>,
         run: u64,
     ) {
@@ -218,21 +250,36 @@ impl World {
         if !link.is_up || link.connection != connection {
             return;
         }
-        let Some(at) = link.in_flight.iter().position(|other| other.call == call) else {
+        let call = gathered.first();
+        let Some(at) = link
+            .in_flight
+            .iter()
+            .position(|other| other.calls[0] == call)
+        else {
             return;
         };
         let record = link.in_flight.remove(at);
         self.cancel_event(record.timeout);
         self.current_run = run;
-        self.input(client, |engine, now| {
-            engine.handle_reply(now, call, outcome)
-        });
+        match gathered.answered(outcome) {
+            Answered::Each(each) => self.input(client, |engine, now| {
+                for (call, outcome) in each {
+                    engine.handle_reply(now, call, outcome);
+                }
+            }),
+            Answered::Refused(calls) => {
+                self.met("gathered calls refused");
+                for (call, content) in calls {
+                    self.transmit(client, Gathered::alone(call, content));
+                }
+            }
+        }
         self.current_run = 0;
     }
 
     pub(super) fn call_timed_out(&mut self, client: usize, call: CallId) {
         let link = &self.clients[client].link;
-        if link.in_flight.iter().any(|other| other.call == call) {
+        if link.in_flight.iter().any(|other| other.calls[0] == call) {
             self.replace_connection(client);
         }
     }
@@ -250,9 +297,11 @@ impl World {
         }
         for record in lost {
             self.cancel_event(record.timeout);
-            let failure = Failure::Unknown("lost".to_owned());
             self.input(client, |engine, now| {
-                engine.handle_reply(now, record.call, Err(failure));
+                for call in record.calls {
+                    let failure = Failure::Unknown("lost".to_owned());
+                    engine.handle_reply(now, call, Err(failure));
+                }
             });
         }
         let mut pause = self.delay() * 3;
@@ -278,23 +327,28 @@ impl World {
         link.opened = now;
         link.last_request = now;
         link.last_reply = now;
-        for (call, content, key) in std::mem::take(&mut link.waiting) {
+        for (gathered, key) in std::mem::take(&mut link.waiting) {
             self.cancel_event(key);
-            self.transmit(client, call, content);
+            self.transmit(client, gathered);
         }
     }
 
     pub(super) fn not_sent(&mut self, client: usize, call: CallId) {
         let link = &mut self.clients[client].link;
-        let before = link.waiting.len();
-        link.waiting.retain(|(other, ..)| *other != call);
-        if link.waiting.len() == before {
+        let Some(at) = link
+            .waiting
+            .iter()
+            .position(|(other, _)| other.first() == call)
+        else {
             return;
-        }
+        };
+        let (gathered, _) = link.waiting.remove(at);
         self.met("not sent");
-        let failure = Failure::NotSent("no connection".to_owned().into());
         self.input(client, |engine, now| {
-            engine.handle_reply(now, call, Err(failure));
+            for call in gathered.ids() {
+                let failure = Failure::NotSent("no connection".to_owned().into());
+                engine.handle_reply(now, *call, Err(failure));
+            }
         });
     }
 
@@ -320,10 +374,11 @@ impl World {
         link.messages.at_server.clear();
         let in_flight = std::mem::take(&mut link.in_flight);
         let waiting = std::mem::take(&mut link.waiting);
+        link.gathered.clear();
         for record in in_flight {
             self.cancel_event(record.timeout);
         }
-        for (_, _, key) in waiting {
+        for (_, key) in waiting {
             self.cancel_event(key);
         }
     }

@@ -74,7 +74,7 @@ pub(super) struct Oracle {
     /// What was taken from an owner by force.
     taken: Vec<Taken>,
     /// The runs that granted.
-    granted: BTreeMap<u64, Granted>,
+    granted: BTreeMap<u64, Vec<Granted>>,
     /// The runs of renewals that found an owner without the lock.
     disproved: Vec<(u64, Bytes, Bytes)>,
     /// The tokens that were given.
@@ -127,8 +127,9 @@ impl Oracle {
     /// The key of the lock that the run granted to that owner.
     pub(super) fn grant(&self, run: u64, name: &Bytes, field: &Bytes) -> Option<u64> {
         self.granted
-            .get(&run)
-            .filter(|granted| granted.name == name && granted.field == field)
+            .get(&run)?
+            .iter()
+            .find(|granted| granted.name == name && granted.field == field)
             .map(|granted| granted.born)
     }
 
@@ -246,7 +247,7 @@ impl World {
                         field,
                         born,
                     };
-                    self.oracle.granted.insert(run, granted);
+                    self.oracle.granted.entry(run).or_default().push(granted);
                 }
             }
             if self.database.keys.contains_key(&name) {

@@ -59,6 +59,7 @@ impl Small {
         plan.recheck = None;
         plan.latency = Duration::from_millis(1);
         plan.is_fifo = true;
+        plan.gathers = false;
         plan.think = Duration::ZERO;
         plan.is_adopted = false;
         plan.is_unfenced = false;

@@ -22,6 +22,7 @@ use crate::config::{DeadlockDetection, LeaseTime};
 use crate::error::ServerError;
 use crate::keys::Keys;
 use crate::owner::ClientId;
+use crate::script::gather::Gathered;
 use crate::time::Time;
 use crate::wire::{Call, Failure, Reply};
 
@@ -80,6 +81,8 @@ pub(super) struct Plan {
     pub(super) latency: Duration,
     /// Whether calls of one connection keep their order.
     pub(super) is_fifo: bool,
+    /// Whether calls are made together.
+    pub(super) gathers: bool,
     pub(super) think: Duration,
     pub(super) longest_lease: Duration,
     pub(super) actions: u32,
@@ -144,6 +147,7 @@ impl Plan {
             },
             latency,
             is_fifo: rng.random_bool(0.7),
+            gathers: rng.random_bool(0.5),
             think: *[latency, latency * 5, watchdog / 10, watchdog / 2]
                 .choose(rng)
                 .unwrap(),
@@ -181,16 +185,20 @@ impl Plan {
 /// Something that happens at a moment.
 #[derive(Debug)]
 pub(super) enum Event {
+    /// The calls that were gathered are sent.
+    Send {
+        client: usize,
+    },
     Request {
         client: usize,
         connection: u32,
-        call: CallId,
+        gathered: Gathered<CallId>,
         content: Call,
     },
     Reply {
         client: usize,
         connection: u32,
-        call: CallId,
+        gathered: Gathered<CallId>,
         outcome: Result<Reply, ServerError>,
         run: u64,
     },
@@ -300,7 +308,8 @@ impl Event {
     /// The client that takes the event in, if its process has to run for that.
     fn of_client(&self) -> Option<usize> {
         Some(match self {
-            Self::Reply { client, .. }
+            Self::Send { client }
+            | Self::Reply { client, .. }
             | Self::Timeout { client, .. }
             | Self::NotSent { client, .. }
             | Self::Replace { client }
@@ -618,18 +627,19 @@ impl World {
     fn dispatch(&mut self, event: Event) {
         self.note_event(&event);
         match event {
+            Event::Send { client } => self.send_gathered(client),
             Event::Request {
                 client,
                 connection,
-                call,
+                gathered,
                 content,
             } => {
-                self.request_arrived(client, connection, call, content);
+                self.request_arrived(client, connection, gathered, content);
             }
             Event::Reply {
                 client,
                 connection,
-                call,
+                gathered,
                 outcome,
                 run,
             } => {
@@ -640,11 +650,11 @@ impl World {
                 let record = &self.clients[client];
                 let is_awaited = record.link.is_up
                     && record.link.connection == connection
-                    && record.engine.is_awaited(call);
+                    && gathered.ids().any(|call| record.engine.is_awaited(*call));
                 let must_leave = is_awaited && names_replica(&outcome);
                 self.has_left = false;
                 let outcome = outcome.map_err(Failure::Server);
-                self.reply_arrived(client, connection, call, outcome, run);
+                self.reply_arrived(client, connection, gathered, outcome, run);
                 if is_awaited {
                     self.replied(client, run);
                 }
@@ -732,11 +742,12 @@ impl World {
             Event::Request {
                 client,
                 connection,
-                call,
+                gathered,
                 ..
             } => {
                 self.note(|_| {
-                    format!("{call:?} of client {client}, connection {connection}, arrives")
+                    let calls: Vec<_> = gathered.ids().collect();
+                    format!("{calls:?} of client {client}, connection {connection}, arrive")
                 });
             }
             _ => self.note(|_| format!("{event:?}")),
