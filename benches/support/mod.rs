@@ -87,6 +87,13 @@ impl Plain {
         )
     }
 
+    /// Runs a script.
+    pub async fn script(&mut self, sha1: &str, key: &[u8], args: &[&[u8]]) {
+        let mut call = redis::cmd("EVALSHA");
+        call.arg(sha1).arg(1).arg(key).arg(args);
+        let _: redis::Value = call.query_async(&mut self.0).await.expect("a reply");
+    }
+
     /// Runs the trivial script.
     pub async fn call(&mut self, sha1: &str, key: &[u8]) {
         let reply: i64 = redis::cmd("EVALSHA")
