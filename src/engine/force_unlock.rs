@@ -152,7 +152,7 @@ impl Engine {
             Ok(Err(_)) => {
                 let problem = "a reply of an unknown shape".to_owned();
                 let error = self.connection(name, problem.into());
-                return self.complete(id, Outcome::Failed(error));
+                return self.fail_forcing(id, error);
             }
             Err(failure) => {
                 forcing.is_repeated |= matches!(failure, Failure::Unknown(_));
@@ -163,9 +163,7 @@ impl Engine {
         let keys = forcing.keys.clone();
         let owner = match inspected.owner() {
             Ok(owner) => owner.map(|(owner, _)| owner.clone()),
-            Err(error) => {
-                return self.complete(id, Outcome::Failed(errors::server(name, error)));
-            }
+            Err(error) => return self.fail_forcing(id, errors::server(name, error)),
         };
         if let Some((victim, failure)) = self.forcing(id).and_then(|forcing| forcing.sent.take()) {
             let outcome = if owner.as_ref() == Some(&victim) {
@@ -222,13 +220,26 @@ impl Engine {
         let (is_repeated, name) = (forcing.is_repeated, forcing.keys.display());
         let error = self.pause_query(now, id, &mut backoff, failure, begun, is_repeated, name);
         match error {
-            Some(error) => self.complete(id, Outcome::Failed(error)),
+            Some(error) => self.fail_forcing(id, error),
             None => {
                 if let Some(forcing) = self.forcing(id) {
                     forcing.backoff = backoff;
                 }
             }
         }
+    }
+
+    /// Nothing more can be found out. A call without a reply before that may have freed the lock.
+    fn fail_forcing(&mut self, id: RequestId, error: Error) {
+        let sent = self.forcing(id).and_then(|forcing| {
+            let (_, failure) = forcing.sent.take()?;
+            Some((forcing.keys.display(), failure))
+        });
+        let error = match sent {
+            Some((name, failure)) => self.unknown(name, Step::ForceUnlock, failure),
+            None => error,
+        };
+        self.complete(id, Outcome::Failed(error));
     }
 
     pub(super) fn start_force(&mut self, now: Time, id: OpId) {

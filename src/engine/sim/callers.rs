@@ -65,7 +65,7 @@ pub(super) struct Tracked {
     /// By how much the client was late until then.
     pub(super) late: Duration,
     pub(super) is_resumed: bool,
-    /// The run of the script that granted it.
+    /// The run of the script that granted it, or that freed the lock by force.
     run: u64,
 }
 
@@ -85,7 +85,9 @@ pub(super) enum What {
         owner: Owner,
     },
     Query,
-    Force,
+    Force {
+        lock: usize,
+    },
     Close,
 }
 
@@ -228,7 +230,7 @@ impl World {
             6..9 => {
                 let lock = self.random_lock();
                 let (keys, kind) = (self.locks[lock].clone(), self.kind_of(lock));
-                self.track(client, Some(caller), What::Force, |engine, now| {
+                self.track(client, Some(caller), What::Force { lock }, |engine, now| {
                     engine.force_unlock(now, &keys, kind)
                 });
                 self.perhaps_cancel(client, caller, 0.2);
@@ -511,7 +513,7 @@ impl World {
                     Outcome::Inspected(_) | Outcome::Counted(_) | Outcome::Failed(_)
                 )
             }
-            What::Force => matches!(outcome, Outcome::Freed(_) | Outcome::Failed(_)),
+            What::Force { .. } => matches!(outcome, Outcome::Freed(_) | Outcome::Failed(_)),
         };
         if !is_right {
             self.fail(format!("{:?} has the outcome {outcome:?}", tracked.what));
@@ -522,6 +524,17 @@ impl World {
                 Error::Server { .. } | Error::Connection { .. } | Error::OutcomeUnknown { .. }
             )
         );
+        let is_not_done = matches!(
+            outcome,
+            Outcome::Failed(
+                Error::Server { .. } | Error::Connection { .. } | Error::Timeout { .. }
+            )
+        );
+        if matches!(tracked.what, What::Force { .. }) && tracked.run != 0 && is_not_done {
+            self.fail(format!(
+                "{request:?} freed the lock by force, and ends with {outcome:?}"
+            ));
+        }
         if let What::Release { lock } | What::Unlock { lock, .. } = tracked.what {
             if is_refused {
                 let name = self.locks[lock].name.clone();
@@ -543,6 +556,17 @@ impl World {
                 }
             }
             self.wake_caller(client, caller);
+        }
+    }
+
+    /// A run of the client freed a lock by force: for its only request to do so.
+    pub(super) fn forced(&mut self, client: usize, name: &Bytes, run: u64) {
+        let locks = &self.locks;
+        let mut requests = self.clients[client].tracked.values_mut().filter(
+            |tracked| matches!(tracked.what, What::Force { lock } if locks[lock].name == *name),
+        );
+        if let (Some(tracked), None) = (requests.next(), requests.next()) {
+            tracked.run = run;
         }
     }
 

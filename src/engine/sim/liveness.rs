@@ -180,7 +180,7 @@ impl World {
             } => Some((*wait).max(command) + call * 2),
             What::Release { .. } | What::Unlock { .. } | What::Close => Some(retry.max(command)),
             What::Query => Some(retry + call),
-            What::Acquire { .. } | What::Force => None,
+            What::Acquire { .. } | What::Force { .. } => None,
         }
     }
 }

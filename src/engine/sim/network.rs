@@ -101,7 +101,8 @@ impl World {
         }
         let link = &mut self.clients[client].link;
         if link.gathered.is_empty() && !link.is_closed {
-            let pause = self.delay();
+            // They wait for others, not for the network.
+            let pause = self.plan.latency.mul_f64(self.rng.random_range(0.0..1.0));
             self.push(self.now + pause, Event::Send { client });
         }
         self.clients[client].link.gathered.push((call, content));

@@ -202,6 +202,11 @@ impl World {
             if is_published && owner.is_some() && !self.database.keys.contains_key(&name) {
                 self.oracle.freed.insert(name.clone(), self.now);
             }
+            if let (Some((client, _)), true) = (call, is(&FORCE_UNLOCK)) {
+                if owner.is_some() && after.is_none() {
+                    self.forced(client, &name, run);
+                }
+            }
             if let Some(field) = owner.filter(|owner| after.as_ref() != Some(owner)) {
                 // A client loses its own holds before it frees its own owner by force, unless it
                 // frees any owner. Two clients with one id do not know the owners of each other.

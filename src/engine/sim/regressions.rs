@@ -6,7 +6,7 @@ use super::super::{
     AcquireRequest, CallId, Engine, Event, HoldId, Outcome, RequestId, Settings, Transmit, Wait,
 };
 use crate::config::{DeadlockDetection, LeaseTime};
-use crate::error::Error;
+use crate::error::{Error, Step};
 use crate::keys::Keys;
 use crate::kind::Kind;
 use crate::owner::{ClientId, Owner, TaskKey};
@@ -109,6 +109,41 @@ impl Bench {
             Event::Completed(id, outcome) if *id == request => Some(outcome),
             _ => None,
         })
+    }
+}
+
+/// The connection was lost with the call of a force unlock, and not replaced in time. The error said
+/// that nothing had been sent.
+#[test]
+fn force_unlock_without_a_reply_is_unknown_whatever_follows() {
+    let malformed = || Ok(Reply::Int(1));
+    let broken = Reply::Text(bytes::Bytes::from_static(b"WRONGTYPE no hash"));
+    let refused = Ok(Reply::List(vec![Reply::Int(9), broken]));
+    for later in [Err(no_connection()), malformed(), refused] {
+        let mut bench = Bench::new();
+        let (now, keys) = (bench.now, bench.keys.clone());
+        let request = bench.engine.force_unlock(now, &keys, Kind::Reentrant);
+        let inspection = bench.call();
+        let text = |text: &'static str| Reply::Text(bytes::Bytes::from_static(text.as_bytes()));
+        let held = vec![Reply::Int(900), text(""), text("other:1"), text("1")];
+        bench.reply(inspection, Ok(Reply::List(held)));
+        let forced = bench.call();
+        bench.reply(forced, Err(Failure::Unknown("lost".to_owned())));
+        for _ in 0..100 {
+            for call in bench.calls() {
+                bench.reply(call, later.clone());
+            }
+            bench.wait(Duration::from_millis(100));
+        }
+        let outcome = bench.outcome(request);
+        let is_unknown = matches!(
+            outcome,
+            Some(Outcome::Failed(Error::OutcomeUnknown {
+                step: Step::ForceUnlock,
+                ..
+            }))
+        );
+        assert!(is_unknown, "{outcome:?}");
     }
 }
 
