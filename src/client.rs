@@ -10,7 +10,7 @@ use crate::driver::{self, Driver, Ended, Work};
 use crate::engine::{self, Engine, Outcome};
 use crate::error::Error;
 use crate::handle::{Handle, failed};
-use crate::link::{Link, PubSub, Settings};
+use crate::link::{Limit, Link, PubSub, Settings};
 use crate::lock::handle::{FencedLock, ReentrantLock, SimpleLock};
 use crate::owner::{ClientId, Owner, OwnerPolicy};
 use crate::script::catalog;
@@ -323,6 +323,10 @@ impl LockClientBuilder {
     /// How long a reply may take before the connection is replaced. Default 3 s, or a third of the
     /// watchdog timeout if that is less; 10 ms to 1 h, and at most a third of the watchdog timeout:
     /// a longer one would let one silent connection cost every lock.
+    ///
+    /// The default grows while replies are late, up to two thirds of the watchdog timeout and 3 s,
+    /// until a reply is in time: otherwise each connection would be given up before its first
+    /// reply. A timeout that is set stays as it is.
     pub fn command_timeout(mut self, timeout: Duration) -> Self {
         self.command_timeout = Some(timeout);
         self
@@ -350,7 +354,7 @@ impl LockClientBuilder {
             url,
             format!("{name}:{client_id}"),
             config.connect_timeout,
-            config.command_timeout,
+            Limit::new(config.command_timeout, config.longest_reply),
         )?;
         let (owner_policy, retry) = (self.owner_policy, self.connect_retry);
         let open = async move || {
@@ -429,6 +433,7 @@ impl LockClientBuilder {
                 "1 ms to 1 h",
             )?,
             command_timeout: self.checked_command_timeout(watchdog)?,
+            longest_reply: self.longest_reply(watchdog),
             renewal_batch,
             deadlock_detection: self.deadlock_detection,
         })
@@ -436,6 +441,14 @@ impl LockClientBuilder {
 }
 
 impl LockClientBuilder {
+    /// A limit that follows from a short watchdog timeout grows where replies take longer, up to
+    /// what is left of a lease when it is renewed.
+    fn longest_reply(&self, watchdog: Duration) -> Duration {
+        let left = watchdog * 2 / 3;
+        let longest = left.min(Config::default().command_timeout);
+        self.command_timeout.unwrap_or(longest)
+    }
+
     /// A reply may take no longer than a renewal is due before the lease ends: otherwise one silent
     /// connection costs every lock.
     fn checked_command_timeout(&self, watchdog: Duration) -> Result<Duration, Error> {

@@ -114,6 +114,8 @@ pub(crate) struct Config {
     pub(crate) retry_timeout: Duration,
     pub(crate) connect_timeout: Duration,
     pub(crate) command_timeout: Duration,
+    /// What `command_timeout` may grow to while replies are late.
+    pub(crate) longest_reply: Duration,
     pub(crate) renewal_batch: usize,
     pub(crate) deadlock_detection: DeadlockDetection,
 }
@@ -126,6 +128,7 @@ impl Default for Config {
             retry_timeout: Duration::from_secs(10),
             connect_timeout: Duration::from_secs(5),
             command_timeout: Duration::from_secs(3),
+            longest_reply: Duration::from_secs(3),
             renewal_batch: 100,
             deadlock_detection: DeadlockDetection::default(),
         }

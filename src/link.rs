@@ -7,10 +7,12 @@
 mod client;
 mod connection;
 mod frames;
+mod limit;
 mod pubsub;
 mod settings;
 mod supervisor;
 
 pub(crate) use client::Link;
+pub(crate) use limit::Limit;
 pub(crate) use pubsub::{Message, PubSub, Subscribed};
 pub(crate) use settings::Settings;

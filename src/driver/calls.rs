@@ -4,11 +4,12 @@ use std::collections::VecDeque;
 
 use futures::future::{BoxFuture, FutureExt};
 use futures::stream::{FuturesUnordered, StreamExt};
+use tokio::time::Instant;
 
 use crate::engine::CallId;
 use crate::link::Link;
 use crate::script::gather::{Answered, Gathered, gather};
-use crate::wire::{Call, Failure, Reply};
+use crate::wire::{self, Call, Failure};
 
 /// At most so many are in flight: further ones wait here, where no time limit of a reply counts,
 /// since the server runs one after the other.
@@ -28,7 +29,14 @@ pub(super) struct Calls {
     in_flight: FuturesUnordered<BoxFuture<'static, Replied>>,
 }
 
-type Replied = (Gathered<CallId>, Result<Reply, Failure>);
+type Replied = (Gathered<CallId>, (Instant, Result<wire::Reply, Failure>));
+
+/// The outcome of a call, and a moment before which it was not sent.
+pub(super) struct Reply {
+    pub(super) call: CallId,
+    pub(super) sent: Instant,
+    pub(super) outcome: Result<wire::Reply, Failure>,
+}
 
 impl Calls {
     pub(super) fn new(link: Link) -> Self {
@@ -58,11 +66,11 @@ impl Calls {
                 self.submit(Gathered::alone(id, call));
             }
         } else if busy < FEW || (waiting >= LOCKS && busy < MOST) {
-            let mut room = LOCKS * (MOST - busy);
+            let mut left = LOCKS * (MOST - busy);
             let fits = |(_, call): &&(CallId, Call)| {
-                let is_room = room > 0;
-                room = room.saturating_sub(call.locks.max(1));
-                is_room
+                let has_space = left > 0;
+                left = left.saturating_sub(call.locks.max(1));
+                has_space
             };
             let count = self.waiting.iter().take_while(fits).count();
             for gathered in gather(self.waiting.drain(..count), LOCKS) {
@@ -72,25 +80,26 @@ impl Calls {
     }
 
     /// Waits for replies, and takes those that have come.
-    pub(super) async fn replied(&mut self, replies: &mut Vec<(CallId, Result<Reply, Failure>)>) {
-        let Some((gathered, outcome)) = self.in_flight.next().await else {
+    pub(super) async fn replied(&mut self, replies: &mut Vec<Reply>) {
+        let Some(replied) = self.in_flight.next().await else {
             return std::future::pending().await;
         };
-        self.take(gathered, outcome, replies);
+        self.take(replied, replies);
         // Those that came with it.
-        while let Some(Some((gathered, outcome))) = self.in_flight.next().now_or_never() {
-            self.take(gathered, outcome, replies);
+        while let Some(Some(replied)) = self.in_flight.next().now_or_never() {
+            self.take(replied, replies);
         }
     }
 
-    fn take(
-        &mut self,
-        gathered: Gathered<CallId>,
-        outcome: Result<Reply, Failure>,
-        replies: &mut Vec<(CallId, Result<Reply, Failure>)>,
-    ) {
+    fn take(&mut self, (gathered, (sent, outcome)): Replied, replies: &mut Vec<Reply>) {
         match gathered.answered(outcome) {
-            Answered::Each(each) => replies.extend(each),
+            Answered::Each(each) => {
+                replies.extend(each.into_iter().map(|(call, outcome)| Reply {
+                    call,
+                    sent,
+                    outcome,
+                }));
+            }
             Answered::Refused(calls) => {
                 for (id, call) in calls {
                     self.submit(Gathered::alone(id, call));

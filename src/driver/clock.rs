@@ -22,6 +22,12 @@ impl Clock {
         Time::from_nanos(self.start.elapsed().as_nanos() as u64)
     }
 
+    /// A moment of tokio's clock.
+    pub(crate) fn time(&self, instant: tokio::time::Instant) -> Time {
+        let after = instant.into_std().saturating_duration_since(self.start);
+        Time::from_nanos(after.as_nanos() as u64)
+    }
+
     /// That moment for a timer of tokio.
     pub(crate) fn instant(&self, time: Time) -> tokio::time::Instant {
         let after = time.since(Time::default());

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::calls::Calls;
+use super::calls::{Calls, Reply};
 use super::subscriptions::keep_subscriptions;
 use super::{Driver, Outgoing};
 use crate::error::Error;
@@ -121,8 +121,9 @@ async fn run(work: Work) {
         tokio::select! {
             () = calls.replied(&mut replies) => {
                 let _ = driver.apply(|engine, now| {
-                    for (id, outcome) in replies.drain(..) {
-                        engine.handle_reply(now, id, outcome);
+                    for Reply { call, sent, outcome } in replies.drain(..) {
+                        engine.handle_sending(call, driver.clock.time(sent));
+                        engine.handle_reply(now, call, outcome);
                     }
                 });
                 calls.send();

@@ -241,6 +241,20 @@ impl Engine {
         }
     }
 
+    /// A call was not sent before that moment: it waited, for others or for a connection. What it
+    /// acquires or renews is proved from then on.
+    pub(crate) fn handle_sending(&mut self, call: CallId, sent: Time) {
+        match self.calls.get_mut(call) {
+            Some(Purpose::Op(op)) => {
+                if let Some(op) = self.ops.get_mut(*op) {
+                    op.sent = op.sent.max(sent);
+                }
+            }
+            Some(Purpose::Renewal(batch)) => batch.sent = batch.sent.max(sent),
+            Some(Purpose::Query(_) | Purpose::Deadlock(..)) | None => {}
+        }
+    }
+
     /// The counters.
     pub(crate) fn stats(&self) -> Stats {
         self.stats

@@ -13,7 +13,8 @@ use crate::wire::{Failure, Reply};
 #[derive(Debug)]
 pub(super) struct RenewalBatch {
     kind: Kind,
-    sent: Time,
+    /// It was not sent before.
+    pub(super) sent: Time,
     /// The tenures, each with its count of releases that shorten the expiry.
     tenures: Vec<(TenureId, u32)>,
 }

@@ -128,13 +128,20 @@ impl Link {
         Ok(Self { shared, supervisor })
     }
 
-    /// Makes a call. The first poll of the future sends it; dropping the future does not recall it.
+    /// Makes a call. The first poll of the future sends it, or waits for a connection to send it
+    /// on; dropping the future does not recall it. Returns also a moment before which it was not
+    /// sent.
     pub(crate) fn call(
         &self,
         call: Call,
-    ) -> impl Future<Output = Result<Reply, Failure>> + Send + use<> {
+    ) -> impl Future<Output = (Instant, Result<Reply, Failure>)> + Send + use<> {
         let shared = Arc::clone(&self.shared);
-        async move { shared.script(call).await }
+        async move {
+            match shared.trusted().await {
+                Ok(current) => (Instant::now(), shared.script(&current, call).await),
+                Err(failure) => (Instant::now(), Err(failure)),
+            }
+        }
     }
 
     /// The server is not the master any more: connects anew, where the address may lead to another
@@ -175,6 +182,7 @@ impl Shared {
     /// Runs a script, and checks that the reply belongs to this call.
     async fn script(
         &self,
+        current: &Current,
         Call {
             script: Source { sha1, text },
             keys,
@@ -192,17 +200,16 @@ impl Shared {
             all.extend(args.iter().cloned().map(Value::Bytes));
             all
         };
-        let current = self.trusted().await?;
         let by_sha1 = CustomCommand::new_static("EVALSHA", ClusterHash::Random, false);
-        let mut outcome = self.send(&current, by_sha1, arguments(sha1)).await;
+        let mut outcome = self.send(current, by_sha1, arguments(sha1)).await;
         if matches!(&outcome, Err(Failure::Server(error)) if error.kind() == ServerErrorKind::NoScript)
         {
             // Nothing ran, so the text can be sent instead. The server then keeps the script.
             let by_text = CustomCommand::new_static("EVAL", ClusterHash::Random, false);
-            outcome = self.send(&current, by_text, arguments(text)).await;
+            outcome = self.send(current, by_text, arguments(text)).await;
         }
         if let Err(Failure::Server(error)) = outcome {
-            return Err(self.confirm_error(&current, ticket, error).await);
+            return Err(self.confirm_error(current, ticket, error).await);
         }
         match outcome? {
             Reply::List(mut values) if values.first() == Some(&Reply::Text(ticket)) => {
@@ -279,11 +286,20 @@ impl Shared {
         command: CustomCommand,
         args: Vec<Value>,
     ) -> Result<Reply, Failure> {
+        let sent = Instant::now();
         let outcome = send_on(&current.connection, command, args).await;
         match &outcome {
-            Ok(_) | Err(Failure::Server(_)) => *self.replied.lock() = Instant::now(),
+            Ok(_) | Err(Failure::Server(_)) => {
+                let now = Instant::now();
+                *self.replied.lock() = now;
+                if self.settings.limit().replied(now - sent) {
+                    current.connection.limit_replies(&self.settings);
+                }
+            }
             Err(Failure::Unknown(detail)) => {
-                self.distrust(current.number, detail);
+                if self.distrust(current.number, detail) && detail == NO_REPLY {
+                    self.settings.limit().missed();
+                }
             }
             Err(_) => {}
         }
@@ -302,6 +318,7 @@ impl Shared {
 }
 
 pub(super) const LOST: &str = "the connection was lost before the reply";
+const NO_REPLY: &str = "no reply within the command timeout";
 
 /// Sends a command on a connection, and waits for its reply.
 pub(super) async fn send_on(
@@ -319,7 +336,7 @@ pub(super) async fn send_on(
     };
     outcome
         .map_err(|problem| match problem.kind() {
-            ErrorKind::Timeout => Failure::Unknown("no reply within the command timeout".into()),
+            ErrorKind::Timeout => Failure::Unknown(NO_REPLY.into()),
             // This is how the client library reports that the connection was closed, or that the
             // driver has ended.
             ErrorKind::Canceled => Failure::Unknown(LOST.into()),

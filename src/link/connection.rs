@@ -121,6 +121,11 @@ impl Connection {
         }
     }
 
+    /// Later calls have the limit of now.
+    pub(super) fn limit_replies(&self, settings: &Settings) {
+        self.client.update_perf_config(settings.performance());
+    }
+
     /// Ends the connection at once. Pending calls fail.
     pub(super) fn end(&self) {
         self.driver.abort();

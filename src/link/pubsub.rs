@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use bytes::Bytes;
+use fred::error::ErrorKind;
 use fred::interfaces::{ClientLike, EventInterface, PubsubInterface};
 use fred::types::{ClusterHash, CustomCommand, Message as Published, Value};
 use tokio::sync::broadcast::Receiver;
@@ -174,7 +175,11 @@ impl PubSub {
         {
             Ok(Ok(Reply::Text(info))) => Ok(subscriptions(&info)),
             Ok(Err(Failure::Server(_))) => Ok(None),
-            Ok(_) | Err(_) => Err(()),
+            Err(problem) => {
+                self.failed(&problem);
+                Err(())
+            }
+            Ok(_) => Err(()),
         }
     }
 
@@ -207,10 +212,20 @@ impl PubSub {
                 }
                 Ok(Err(failure)) if failure.is_transient() => tokio::time::sleep(PAUSE).await,
                 Ok(_) => tries += 1,
-                Err(_) => return Err(()),
+                Err(problem) => {
+                    self.failed(&problem);
+                    return Err(());
+                }
             }
         }
         Err(())
+    }
+
+    /// The connection cannot be trusted any more.
+    fn failed(&self, problem: &fred::error::Error) {
+        if *problem.kind() == ErrorKind::Timeout {
+            self.settings.limit().missed();
+        }
     }
 }
 

@@ -8,6 +8,7 @@ use fred::types::RespVersion;
 use fred::types::config::{Config, ConnectionConfig, PerformanceConfig};
 use url::{ParseError, Url};
 
+use super::Limit;
 use crate::error::{Error, Step};
 
 /// How a link connects to its server. `Debug` shows no secret.
@@ -16,7 +17,7 @@ pub(crate) struct Settings {
     config: Config,
     connection_name: Arc<str>,
     connect_timeout: Duration,
-    command_timeout: Duration,
+    limit: Arc<Limit>,
 }
 
 impl Settings {
@@ -25,7 +26,7 @@ impl Settings {
         url: &str,
         connection_name: String,
         connect_timeout: Duration,
-        command_timeout: Duration,
+        limit: Limit,
     ) -> Result<Self, Error> {
         // No message repeats the URL: it may contain a password.
         const NO_SCHEME: &str = "it does not begin with redis:// or valkey://";
@@ -104,7 +105,7 @@ impl Settings {
             config,
             connection_name: connection_name.into(),
             connect_timeout,
-            command_timeout,
+            limit: Arc::new(limit),
         })
     }
 
@@ -123,8 +124,13 @@ impl Settings {
         }
     }
 
+    /// How long a reply may take now.
     pub(super) fn command_timeout(&self) -> Duration {
-        self.command_timeout
+        self.limit.now()
+    }
+
+    pub(super) fn limit(&self) -> &Limit {
+        &self.limit
     }
 
     /// Host and port, for errors and logs.
@@ -174,14 +180,19 @@ impl Settings {
             },
             ..Default::default()
         };
-        let performance = PerformanceConfig {
-            default_command_timeout: self.command_timeout,
+        let performance = self.performance();
+        fred::clients::Client::new(config, Some(performance), Some(connection), None)
+    }
+
+    /// The settings that a client can change while it is connected.
+    pub(super) fn performance(&self) -> PerformanceConfig {
+        PerformanceConfig {
+            default_command_timeout: self.command_timeout(),
             // Messages that exceed the capacity are dropped; then every waiter is woken. The memory
             // is allocated at the start.
             broadcast_channel_capacity: 256,
             ..Default::default()
-        };
-        fred::clients::Client::new(config, Some(performance), Some(connection), None)
+        }
     }
 }
 
@@ -191,7 +202,7 @@ impl fmt::Debug for Settings {
             .field("hosts", &self.config.server.hosts())
             .field("database", &self.config.database)
             .field("connect_timeout", &self.connect_timeout)
-            .field("command_timeout", &self.command_timeout)
+            .field("limit", &self.limit)
             .finish_non_exhaustive()
     }
 }
@@ -337,7 +348,7 @@ mod properties {
             url,
             "test".into(),
             Duration::from_secs(1),
-            Duration::from_secs(1),
+            Limit::new(Duration::from_secs(1), Duration::from_secs(1)),
         )
     }
 

@@ -87,7 +87,12 @@ async fn open_replacement(
     let mut reported = false;
     // A try may hang where the next one succeeds, so the first limit is short. A slow server needs
     // longer, so the limit doubles.
-    let mut limit = settings.command_timeout();
+    // Where replies are late, so are those while connecting, which takes several round trips.
+    let mut limit = if settings.limit().has_grown() {
+        settings.connect_timeout()
+    } else {
+        settings.command_timeout()
+    };
     loop {
         let limited = settings.within(limit);
         limit = limit.saturating_mul(2).min(settings.connect_timeout());

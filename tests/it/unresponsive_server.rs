@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::support::observe::scripts;
+use crate::support::observe::{channels, rival, scripts};
 use crate::support::proxy::{Fate, Flow, Proxy, Way};
 use crate::support::server::{Server, unique, wait_until};
 use futures::FutureExt;
@@ -97,4 +97,33 @@ async fn wait_without_any_reply_reports_no_contention() {
         "the lock is free and no attempt got a reply: {outcome:?}"
     );
     drop(unpolled);
+}
+
+/// A third of a short watchdog timeout is the default limit of a reply. Where a round trip takes
+/// longer, each connection would be given up before its first reply.
+#[tokio::test(flavor = "multi_thread")]
+async fn short_watchdog_works_where_round_trips_take_longer_than_its_third() {
+    let server = Server::start();
+    let proxy = Proxy::start(&server).await;
+    let builder = LockClient::builder().watchdog_timeout(ms(2_000));
+    let client = builder.connect(&proxy.url()).await.unwrap();
+    let other = LockClient::connect(&server.url()).await.unwrap();
+    proxy.set(Way::Both, Flow::Delay(ms(350)));
+    let name = unique("stock");
+    let guard = timeout(LIMIT, client.lock(&name).lock().into_future()).await;
+    let guard = guard.expect("a grant").unwrap();
+    let lost = timeout(ms(6_000), guard.lost()).await;
+    assert!(lost.is_err(), "{lost:?}");
+    guard.unlock().await.unwrap();
+    // A waiter gets the lock, too.
+    let held = other.lock(&name).lock().await.unwrap();
+    let waiter = rival(&client, &name);
+    wait_until("the waiter is subscribed", LIMIT, || {
+        channels(&mut server.connection()) == 1
+    });
+    held.unlock().await.unwrap();
+    let (_, guard) = timeout(LIMIT, waiter).await.expect("a grant").unwrap();
+    guard.unlock().await.unwrap();
+    let stats = client.stats();
+    assert!(stats.reconnects < 10, "{stats:?}");
 }

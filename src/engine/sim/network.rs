@@ -16,6 +16,7 @@ use crate::wire::{Call, Failure, Reply};
 #[derive(Debug)]
 pub(super) struct InFlight {
     calls: Vec<CallId>,
+    sent: Time,
     timeout: (Time, u64),
 }
 
@@ -148,7 +149,11 @@ impl World {
         );
         let is_fifo = self.plan.is_fifo;
         let link = &mut self.clients[client].link;
-        link.in_flight.push(InFlight { calls, timeout });
+        link.in_flight.push(InFlight {
+            calls,
+            sent: now,
+            timeout,
+        });
         let connection = link.connection;
         let mut at = now + delay;
         if is_fifo {
@@ -265,6 +270,7 @@ impl World {
         match gathered.answered(outcome) {
             Answered::Each(each) => self.input(client, |engine, now| {
                 for (call, outcome) in each {
+                    engine.handle_sending(call, record.sent);
                     engine.handle_reply(now, call, outcome);
                 }
             }),

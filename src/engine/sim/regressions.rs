@@ -112,8 +112,8 @@ impl Bench {
     }
 }
 
-/// The connection was lost with the call of a force unlock, and not replaced in time. The error said
-/// that nothing had been sent.
+/// The connection was lost with the call of a force unlock, and not replaced in time. The error
+/// said that nothing had been sent.
 #[test]
 fn force_unlock_without_a_reply_is_unknown_whatever_follows() {
     let malformed = || Ok(Reply::Int(1));
