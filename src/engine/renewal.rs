@@ -182,7 +182,10 @@ impl Engine {
                 tenure.is_refused = false;
                 self.stats.renewals += 1;
                 let lease = self.settings.watchdog;
-                if tenure.lowering == lowering {
+                if tenure.cell.lost(now).is_some() {
+                    // Too late for its owners: what it was renewed for is not kept as long.
+                    self.look_again(now, id);
+                } else if tenure.lowering == lowering {
                     tenure.cell.extend(sent + lease.provable());
                     tenure.ends = tenure.ends.max(sent + lease.duration());
                     if is_held {
