@@ -67,6 +67,11 @@ impl<T> Gathered<T> {
         }
     }
 
+    /// How many locks it is for.
+    pub(crate) fn locks(&self) -> usize {
+        self.locks.max(1)
+    }
+
     /// The call that is made.
     pub(crate) fn call(&mut self) -> Call {
         if let [(_, call)] = &mut self.parts[..] {

@@ -7,6 +7,7 @@ use redis::cmd;
 use redisson_lock::{Error, LockClient, ServerErrorKind};
 
 use crate::support::observe::scripts;
+use crate::support::proxy::{Flow, Proxy, Way};
 use crate::support::server::{Server, wait_until};
 
 const SOON: Duration = Duration::from_secs(10);
@@ -130,6 +131,33 @@ async fn connection_lost_with_shared_calls_in_flight_grants_each_once() {
         assert_eq!(cmd("DBSIZE").query(&mut redis), Ok(0));
     }
     assert!(client.stats().reconnects > 0, "no connection was replaced");
+}
+
+/// Where replies take long, no call waits for the replies to others.
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_over_a_slow_link_are_sent_before_any_reply() {
+    const REQUESTS: usize = 40;
+    let server = Server::start();
+    let mut redis = server.connection();
+    let proxy = Proxy::start(&server).await;
+    let client = LockClient::connect(&proxy.url()).await.unwrap();
+    proxy.set(Way::Replies, Flow::Hold);
+    let locks: Vec<_> = names().iter().map(|name| client.lock(name)).collect();
+    let requests = locks[..REQUESTS]
+        .iter()
+        .map(|lock| lock.lock().into_future());
+    let granted = tokio::spawn(try_join_all(requests.collect::<Vec<_>>()));
+    wait_until(
+        "all have reached the server",
+        Duration::from_secs(2),
+        || cmd("DBSIZE").query(&mut redis) == Ok(REQUESTS),
+    );
+    assert!(!granted.is_finished());
+    proxy.set(Way::Replies, Flow::Pass);
+    let guards = granted.await.unwrap().unwrap();
+    try_join_all(guards.into_iter().map(|guard| guard.unlock()))
+        .await
+        .unwrap();
 }
 
 /// The release of a dropped guard, and the next request for the lock, are made in that order.
