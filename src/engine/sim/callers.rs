@@ -91,6 +91,18 @@ pub(super) enum What {
     Close,
 }
 
+impl What {
+    fn lock(self) -> Option<usize> {
+        match self {
+            Self::Acquire { lock, .. }
+            | Self::Release { lock }
+            | Self::Unlock { lock, .. }
+            | Self::Force { lock } => Some(lock),
+            Self::Query | Self::Close => None,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
     Pending,
@@ -524,6 +536,20 @@ impl World {
                 Error::Server { .. } | Error::Connection { .. } | Error::OutcomeUnknown { .. }
             )
         );
+        if let What::Force { lock } = tracked.what {
+            let name = self.locks[lock].name.clone();
+            self.clients[client].forced.insert(name);
+        }
+        if let (Some(lock), Outcome::Failed(Error::Server { error, .. })) =
+            (tracked.what.lock(), &outcome)
+        {
+            let is_of_key = error.message().contains("to access a key");
+            if is_of_key && !self.refused_keys.contains(&self.locks[lock].name) {
+                self.fail(format!(
+                    "{request:?} fails over another lock's key: {error}"
+                ));
+            }
+        }
         let is_not_done = matches!(
             outcome,
             Outcome::Failed(
@@ -559,9 +585,12 @@ impl World {
         }
     }
 
-    /// A run of the client freed a lock by force: for its only request to do so.
+    /// A run of the client freed a lock by force: for its only request to do so, if there is one.
     pub(super) fn forced(&mut self, client: usize, name: &Bytes, run: u64) {
         let locks = &self.locks;
+        if self.clients[client].forced.contains(name) {
+            return;
+        }
         let mut requests = self.clients[client].tracked.values_mut().filter(
             |tracked| matches!(tracked.what, What::Force { lock } if locks[lock].name == *name),
         );
@@ -664,6 +693,10 @@ impl World {
             // Nobody sees how it ends.
             let name = self.locks[lock].name.clone();
             self.oracle.leave(client, name);
+        }
+        if let What::Force { lock } = tracked.what {
+            let name = self.locks[lock].name.clone();
+            self.clients[client].forced.insert(name);
         }
         if let Some(caller) = tracked.caller {
             self.clients[client].callers[caller].waiting = None;

@@ -1,7 +1,7 @@
 //! A world in one thread: clients, a server, networks, callers, and a virtual clock. Everything
 //! follows from one seed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::time::Duration;
@@ -337,6 +337,8 @@ pub(super) struct Client {
     pub(super) link: Link,
     pub(super) callers: Vec<Caller>,
     pub(super) tracked: BTreeMap<RequestId, Tracked>,
+    /// The locks of its force unlocks whose callers have gone: some may still run.
+    pub(super) forced: BTreeSet<Bytes>,
     alarm: Option<(Time, u64)>,
     stopped: bool,
     backlog: Vec<Event>,
@@ -399,6 +401,8 @@ pub(super) struct World {
     pub(super) paused_until: Time,
     busy_until: Time,
     refused_key: Option<(Bytes, Time)>,
+    /// The keys that were refused so far.
+    pub(super) refused_keys: BTreeSet<Bytes>,
     denied_until: Time,
     inflicted: u32,
     /// Whether the engine wanted to leave the server.
@@ -452,6 +456,7 @@ impl World {
                         .map(|caller| Caller::new(at, caller))
                         .collect(),
                     tracked: BTreeMap::new(),
+                    forced: BTreeSet::new(),
                     alarm: None,
                     stopped: false,
                     backlog: Vec::new(),
@@ -478,6 +483,7 @@ impl World {
             paused_until: Time::default(),
             busy_until: Time::default(),
             refused_key: None,
+            refused_keys: BTreeSet::new(),
             denied_until: Time::default(),
             inflicted: 0,
             has_left: false,
@@ -960,6 +966,7 @@ impl World {
             "server refuses a key" => {
                 // Long enough for renewals, which may be of several locks.
                 let pause = self.plan.watchdog.mul_f64(self.rng.random_range(0.1..1.0));
+                self.refused_keys.insert(name.clone());
                 self.refused_key = Some((name, self.now + pause));
             }
             "server refuses a command" => {
