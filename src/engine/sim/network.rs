@@ -102,8 +102,9 @@ impl World {
         }
         let link = &mut self.clients[client].link;
         if link.gathered.is_empty() && !link.is_closed {
-            // They wait for others, not for the network.
-            let pause = self.plan.latency.mul_f64(self.rng.random_range(0.0..1.0));
+            // They wait for others, not for the network: 1 ms at the longest.
+            let longest = self.plan.latency.min(Duration::from_millis(1));
+            let pause = longest.mul_f64(self.rng.random_range(0.0..1.0));
             self.push(self.now + pause, Event::Send { client });
         }
         self.clients[client].link.gathered.push((call, content));
