@@ -422,9 +422,11 @@ impl<'a> Analysis<'a> {
     /// When all leases of a process that was killed then have ended, including those of calls that
     /// were still on their way to the server.
     fn expired(&self, process: u64, killed: Nanos) -> Nanos {
+        /// What a fault lets go may meet the next one on its way.
+        const ON_ITS_WAY: Nanos = 500 * MS;
         let mut arrived = killed;
         for fault in self.faults_of(process) {
-            if fault.from <= arrived {
+            if fault.from <= arrived + ON_ITS_WAY {
                 arrived = arrived.max(fault.to);
             }
         }

@@ -271,6 +271,18 @@ fn lease_of_a_killed_process_that_does_not_end_is_accused() {
     killed()
         .server(3_600, 3_610, &[(1, 1)])
         .breaks(&[Rule::Leak]);
+    // Its call is held by one fault, and then by another one.
+    let held = |next| {
+        killed()
+            .fault(400, 1_000, "both ways held", Some(1))
+            .fault(next, 4_000, "old connections stalled", Some(1))
+            .server(6_900, 6_910, &[(1, 1)])
+    };
+    held(1_001).breaks(&[]);
+    held(1_600).breaks(&[Rule::Leak]);
+    held(1_001)
+        .server(7_100, 7_110, &[(1, 1)])
+        .breaks(&[Rule::Leak]);
 }
 
 #[test]
