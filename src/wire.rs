@@ -30,14 +30,8 @@ pub(crate) struct Source {
 impl fmt::Debug for Source {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The text begins with the name.
-        let first = self.text.lines().next().unwrap_or(self.sha1);
-        f.write_str(
-            first
-                .trim_start_matches("-- ")
-                .split(':')
-                .next()
-                .unwrap_or(first),
-        )
+        let name = self.text.trim_start_matches("-- ").split(':').next();
+        f.write_str(name.unwrap_or(self.sha1))
     }
 }
 

@@ -23,7 +23,7 @@ const FEW: usize = 2;
 /// cost more than gathering saves.
 const LONGEST: Duration = Duration::from_millis(1);
 
-/// The most locks in one call. The server does nothing else meanwhile, for about 0.2 ms.
+/// The most locks in one call. The server does nothing else meanwhile, for about 0.3 ms.
 const LOCKS: usize = 64;
 
 /// The most locks in flight: the server runs one call after the other, and further calls wait here,

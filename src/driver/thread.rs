@@ -100,6 +100,9 @@ impl Drop for FailOnDrop {
     }
 }
 
+/// The most calls that are taken in before replies and timers are looked at again.
+const AT_ONCE: usize = 1024;
+
 async fn run(work: Work) {
     let Work {
         driver,
@@ -128,7 +131,7 @@ async fn run(work: Work) {
                 });
                 calls.send();
             }
-            _ = outgoing.recv_many(&mut submitted, 1024) => {
+            _ = outgoing.recv_many(&mut submitted, AT_ONCE) => {
                 for outgoing in submitted.drain(..) {
                     match outgoing {
                         Outgoing::Call(id, call) => calls.push(id, call),

@@ -1,5 +1,5 @@
-//! Calls of one script that are made as one call. Being called is about half of a script's cost on
-//! the server, and more than half of a call's cost in the client.
+//! Calls of one script that are made as one call: much of a script's cost is its being called
+//! (`docs/performance.md`).
 
 use std::collections::HashMap;
 
@@ -11,18 +11,20 @@ use crate::wire::{Call, Failure, Reply};
 /// Calls of one script that are made together, each with its id.
 #[derive(Debug, Clone)]
 pub(crate) struct Gathered<T> {
-    parts: SmallVec<[(T, Call); 1]>,
+    parts: Parts<T, Call>,
     locks: usize,
 }
+
+type Parts<T, U> = SmallVec<[(T, U); 1]>;
 
 /// The outcome of gathered calls.
 #[derive(Debug)]
 pub(crate) enum Answered<T> {
     /// Of each.
-    Each(SmallVec<[(T, Result<Reply, Failure>); 1]>),
+    Each(Parts<T, Result<Reply, Failure>>),
     /// The server refused to run the script, perhaps because of one of the locks only: each is to
     /// be made by itself.
-    Refused(SmallVec<[(T, Call); 1]>),
+    Refused(Parts<T, Call>),
 }
 
 /// Gathers calls, at most `most` locks in one unless a call is for more. The calls for a key stay
@@ -109,14 +111,15 @@ impl<T> Gathered<T> {
     }
 
     /// What the outcome of the call means for each of them.
-    pub(crate) fn answered(self, outcome: Result<Reply, Failure>) -> Answered<T> {
+    pub(crate) fn answered(mut self, outcome: Result<Reply, Failure>) -> Answered<T> {
         if self.parts.len() == 1 {
-            let parts = self.parts.into_iter();
-            return Answered::Each(parts.map(|(id, _)| (id, outcome.clone())).collect());
+            let alone = self.parts.drain(..).map(|(id, _)| id);
+            return Answered::Each(alone.zip([outcome]).collect());
         }
         let mut values = match outcome {
             Ok(Reply::List(values)) if values.len() == 2 * self.locks => values.into_iter(),
-            // No script fails after it has changed something: it answers for each lock.
+            // A script answers for each lock. Where it fails as a whole, none of it has run, or a
+            // second run changes nothing more.
             Err(failure @ Failure::Server(_)) if !failure.is_transient() => {
                 return Answered::Refused(self.parts);
             }
@@ -131,8 +134,6 @@ impl<T> Gathered<T> {
         }))
     }
 }
-
-type Parts<T, U> = SmallVec<[(T, U); 1]>;
 
 fn each<T, U>(parts: Parts<T, Call>, mut outcome: impl FnMut(Call) -> U) -> Parts<T, U> {
     let parts = parts.into_iter();

@@ -1153,8 +1153,7 @@ impl World {
 fn shown(transmit: &Transmit) -> String {
     match transmit {
         Transmit::Call(id, call) => {
-            let name = call.script.text[3..].split(':').next().unwrap_or_default();
-            format!("{id:?} {name} {:?} {:?}", call.keys, call.args)
+            format!("{id:?} {:?} {:?} {:?}", call.script, call.keys, call.args)
         }
         other => format!("{other:?}"),
     }
