@@ -5,7 +5,8 @@ use std::time::Duration;
 
 /// The limit of a reply. It doubles with each connection that is given up for want of a reply,
 /// because the replies may merely be late: otherwise no connection would last until its first one.
-/// The first reply in time has the shortest limit apply again.
+/// The first reply within half of the shortest limit has that one apply again: after one that is
+/// barely in time, the next would be late.
 #[derive(Debug)]
 pub(crate) struct Limit {
     shortest: Duration,
@@ -39,7 +40,7 @@ impl Limit {
     /// A reply took so long. Returns whether the limit is shorter now.
     pub(super) fn replied(&self, took: Duration) -> bool {
         let shortest = micros(self.shortest);
-        took < self.shortest && self.micros.swap(shortest, Ordering::Relaxed) != shortest
+        took < self.shortest / 2 && self.micros.swap(shortest, Ordering::Relaxed) != shortest
     }
 }
 
@@ -52,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limit_doubles_up_to_the_longest_until_a_reply_is_in_time() {
+    fn limit_doubles_up_to_the_longest_until_a_reply_is_soon() {
         let ms = Duration::from_millis;
         let limit = Limit::new(ms(300), ms(1_000));
         for expected in [600, 1_000, 1_000] {
@@ -61,8 +62,9 @@ mod tests {
         }
         assert!(!limit.replied(ms(400)));
         assert_eq!(limit.now(), ms(1_000));
-        assert!(limit.replied(ms(200)));
         assert!(!limit.replied(ms(200)));
+        assert!(limit.replied(ms(100)));
+        assert!(!limit.replied(ms(100)));
         assert_eq!(limit.now(), ms(300));
         let fixed = Limit::new(ms(300), ms(0));
         fixed.missed();
