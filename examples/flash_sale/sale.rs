@@ -166,9 +166,8 @@ impl Sale<'_> {
             }
         }
         let took = begun.elapsed();
-        if let Some(victim) = &mut self.victim {
-            victim.pause.get_or_insert_with(|| victim.killed.elapsed());
-        }
+        // The sale may have ended before the end of the lease was seen.
+        self.end_pause();
         Ok(took)
     }
 
@@ -305,10 +304,17 @@ impl Sale<'_> {
                 time(ttl)
             )));
         }
-        let pause = *victim.pause.insert(victim.killed.elapsed());
-        self.progress
-            .note(&format!("The others continued after {}.", time(pause)));
+        self.end_pause();
         Ok(None)
+    }
+
+    /// The killed worker's lease has ended.
+    fn end_pause(&mut self) {
+        if let Some(victim) = self.victim.as_mut().filter(|victim| victim.pause.is_none()) {
+            let pause = *victim.pause.insert(victim.killed.elapsed());
+            self.progress
+                .note(&format!("The others continued after {}.", time(pause)));
+        }
     }
 
     async fn state(&self) -> Result<State, Failure> {

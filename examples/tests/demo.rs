@@ -71,6 +71,19 @@ fn locked_sale_on_private_server_sells_exactly_the_stock() {
     assert_empty(&home);
 }
 
+/// The killed worker's lease is all that the others wait for: they end as soon as it does.
+#[test]
+fn pause_is_printed_if_sale_ends_with_it() {
+    let home = TempDir::new().expect("a temporary folder");
+    let mut demo = Demo::start(private(&home).args(["--stock", "1"]));
+    let status = demo.ended();
+    let output = demo.output();
+    assert!(status.success(), "{status}\n{output}");
+    assert!(output.contains(&format!("{KILLED}, with 0 left")));
+    let pause = between(&output, "The others continued after ", " s.");
+    assert!((0.2..20.0).contains(&pause), "{output}");
+}
+
 #[test]
 fn named_server_keeps_only_its_own_keys() {
     let server = Server::builder().password("hunter2").start();
