@@ -10,6 +10,7 @@ mod frames;
 mod limit;
 mod pubsub;
 mod settings;
+mod setup;
 mod supervisor;
 
 pub(crate) use client::Link;

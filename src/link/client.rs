@@ -17,7 +17,8 @@ use tokio::time::Instant;
 use super::Settings;
 use super::connection::Connection;
 use super::frames::read;
-use super::supervisor::{Identity, identify, supervise};
+use super::setup::{Identity, Unusable, set_up};
+use super::supervisor::supervise;
 use crate::error::{ConnectionError, Error, ServerError, ServerErrorKind};
 use crate::wire::{Call, Failure, Reply, Source};
 
@@ -56,6 +57,8 @@ pub(super) struct Shared {
     /// The next ticket.
     tickets: AtomicU64,
     closed: AtomicBool,
+    /// Whether it was reported that old connections cannot be closed on the server.
+    warned_of_unfenced: AtomicBool,
 }
 
 /// The current connection.
@@ -78,31 +81,30 @@ impl Link {
         reconnects: Arc<AtomicU64>,
     ) -> Result<Self, Error> {
         let connection = Connection::open(&settings).await?;
+        let asked = Instant::now();
+        // A server that cannot be used is left at once.
+        let loading = async {
+            load(&connection, scripts).await;
+            Ok(())
+        };
+        let ready = futures::try_join!(set_up(&connection, &settings), loading);
         // A connection without an identity cannot be fenced. If the server is too busy to state the
         // identity, the connection is replaced at once.
-        let asked = Instant::now();
-        // The calls are sent in one pipeline, which costs one round trip.
-        let (identified, (), supported, ()) = futures::join!(
-            identify(&connection, &settings),
-            connection.set_name(settings.connection_name()),
-            ensure_supported(&connection, &settings),
-            load(&connection, scripts),
-        );
-        let (identity, server_is_busy) = match identified {
-            Ok(identity) => (identity, false),
-            Err(Failure::Server(_)) => (None, true),
-            Err(_) if asked.elapsed() >= settings.connect_timeout() => {
+        let (identity, server_is_busy) = match ready {
+            Ok((identity, ())) => (identity, false),
+            Err(Unusable::Busy) => (None, true),
+            Err(Unusable::Lost) if asked.elapsed() >= settings.connect_timeout() => {
                 return Err(settings.connect_timed_out());
             }
-            Err(_) => {
+            Err(Unusable::Lost) => {
                 return Err(Error::Connection {
                     lock: None,
                     address: settings.address(),
                     error: "the connection was lost while connecting".to_owned().into(),
                 });
             }
+            Err(Unusable::Unsupported(error)) => return Err(error),
         };
-        supported?;
         let shared = Arc::new(Shared {
             settings,
             current: RwLock::new(Some(Arc::new(Current {
@@ -120,6 +122,7 @@ impl Link {
             replied: Mutex::new(Instant::now()),
             tickets: AtomicU64::new(1),
             closed: AtomicBool::new(false),
+            warned_of_unfenced: AtomicBool::new(false),
         });
         if server_is_busy {
             shared.distrust(1, "the server is busy with a script");
@@ -306,6 +309,17 @@ impl Shared {
         outcome
     }
 
+    /// An old connection cannot be closed on the server. That is reported once.
+    pub(super) fn is_unfenced(&self, reason: &str) {
+        if !self.warned_of_unfenced.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                address = %self.settings.address(),
+                reason,
+                "a replaced connection cannot be closed on the server",
+            );
+        }
+    }
+
     /// Has the supervisor replace the connection with this number. `false` if it does already.
     fn distrust(&self, number: u64, reason: &str) -> bool {
         let is_news = self.distrusted.fetch_max(number, Ordering::AcqRel) < number;
@@ -368,64 +382,5 @@ async fn load(connection: &Connection, scripts: &[Source]) {
     });
     if let Err(failure) = futures::future::try_join_all(loads).await {
         tracing::debug!(error = %failure, "the scripts could not be loaded in advance");
-    }
-}
-
-/// Refuses a cluster, a sentinel, and a server that is too old. A server that does not state its
-/// mode and version (ACL) is accepted.
-async fn ensure_supported(connection: &Connection, settings: &Settings) -> Result<(), Error> {
-    let info = CustomCommand::new_static("INFO", ClusterHash::Random, false);
-    let args = vec![Value::from_static_str("server")];
-    let Ok(Reply::Text(info)) = send_on(connection, info, args).await else {
-        return Ok(());
-    };
-    let info = String::from_utf8_lossy(&info);
-    let unsupported = |problem| Error::UnsupportedServer {
-        address: settings.address(),
-        problem,
-    };
-    let field = |names: &[&str]| {
-        let fields = || info.lines().filter_map(|line| line.trim().split_once(':'));
-        names
-            .iter()
-            .find_map(|name| fields().find_map(|(field, value)| (field == *name).then_some(value)))
-    };
-    // Valkey has another field for the mode. Its `redis_version` is the version of Redis with which
-    // it is compatible.
-    match field(&["redis_mode", "server_mode"]) {
-        None | Some("standalone") => {}
-        Some("cluster") => return Err(unsupported("it is a part of a cluster".into())),
-        Some("sentinel") => return Err(unsupported("it is a sentinel".into())),
-        Some(mode) => return Err(unsupported(format!("it runs in mode {mode}"))),
-    }
-    match field(&["redis_version"]) {
-        Some(version) if is_too_old(version) => Err(unsupported(format!(
-            "its version is {version}, and 6.2 or later is required"
-        ))),
-        _ => Ok(()),
-    }
-}
-
-/// Whether the version is below 6.2. A version that cannot be parsed is accepted.
-fn is_too_old(version: &str) -> bool {
-    let mut numbers = version.split('.').map(str::parse::<u32>);
-    match (numbers.next(), numbers.next()) {
-        (Some(Ok(major)), Some(Ok(minor))) => (major, minor) < (6, 2),
-        _ => false,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::is_too_old;
-
-    #[test]
-    fn version_below_6_2_is_too_old() {
-        for version in ["2.8.24", "5.0.14", "6.0.16", "6.1.240"] {
-            assert!(is_too_old(version), "{version}");
-        }
-        for version in ["6.2.0", "7.0.15", "8.0.0", "255.255.255", "", "unstable"] {
-            assert!(!is_too_old(version), "{version}");
-        }
     }
 }

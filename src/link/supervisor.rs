@@ -4,15 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use fred::interfaces::ClientLike;
-use fred::types::config::Options;
 use fred::types::{ClusterHash, CustomCommand, Value};
 
 use super::Settings;
-use super::client::{Current, LOST, Shared, send_on};
+use super::client::{Current, Shared, send_on};
 use super::connection::Connection;
-use super::frames::read;
-use crate::wire::{Failure, Reply};
+use super::setup::{Identity, Unusable, set_up};
+use crate::error::ServerErrorKind;
+use crate::wire::Failure;
 
 /// The longest pause between two tries.
 const LONGEST: Duration = Duration::from_millis(250);
@@ -50,7 +49,11 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
         let number = current.number + 1;
         // From now on no call is sent; pending calls fail with the connection.
         let old = shared.current.write().take();
-        unfenced.extend(current.identity.clone());
+        match &current.identity {
+            Some(identity) => unfenced.push(identity.clone()),
+            None if current.is_provisional => {}
+            None => shared.is_unfenced("the server does not state its id"),
+        }
         current.connection.end();
         let current_is_provisional = current.is_provisional;
         drop((old, current));
@@ -96,34 +99,44 @@ async fn open_replacement(
     loop {
         let limited = settings.within(limit);
         limit = limit.saturating_mul(2).min(settings.connect_timeout());
-        match Connection::open(&limited).await {
-            Ok(connection) => {
-                let (identified, ()) = futures::join!(
-                    identify_when_idle(&connection, &limited),
-                    connection.set_name(settings.connection_name()),
-                );
+        let error = match Connection::open(&limited).await {
+            Ok(connection) => match set_up_when_idle(&connection, &limited).await {
+                Ok(identity) if fence(shared, &connection, unfenced).await => {
+                    return (connection, identity);
+                }
                 // A connection that fails here has carried no calls, so it needs no fencing.
-                if let Ok(identity) = identified {
-                    if fence(&connection, unfenced).await {
-                        return (connection, identity);
-                    }
-                }
+                Ok(_) | Err(Unusable::Lost | Unusable::Busy) => None,
+                Err(Unusable::Unsupported(error)) => Some(error),
+            },
+            Err(error) => Some(error),
+        };
+        if let Some(error) = error {
+            if !std::mem::replace(&mut reported, true) {
+                tracing::warn!(%error, "the server cannot be reached, connecting is tried again");
             }
-            Err(error) => {
-                if !std::mem::replace(&mut reported, true) {
-                    tracing::warn!(%error, "the server cannot be reached, connecting is tried again");
-                }
-                *shared.unreachable.lock() = Some(error.into());
-            }
+            *shared.unreachable.lock() = Some(error.into());
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(LONGEST);
     }
 }
 
+/// As [`set_up`], repeated while the server is busy.
+async fn set_up_when_idle(
+    connection: &Connection,
+    settings: &Settings,
+) -> Result<Option<Identity>, Unusable> {
+    loop {
+        match set_up(connection, settings).await {
+            Err(Unusable::Busy) => tokio::time::sleep(LONGEST).await,
+            outcome => return outcome,
+        }
+    }
+}
+
 /// Has the server close the old connections, so that no call that was sent on them runs later.
 /// Returns `false` if the outcome is unknown; then the caller tries again.
-async fn fence(connection: &Connection, unfenced: &mut Vec<Identity>) -> bool {
+async fn fence(shared: &Shared, connection: &Connection, unfenced: &mut Vec<Identity>) -> bool {
     while let Some(old) = unfenced.last() {
         let kill = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
         let args = ["KILL", "ID", &old.id, "ADDR", &old.address]
@@ -132,73 +145,13 @@ async fn fence(connection: &Connection, unfenced: &mut Vec<Identity>) -> bool {
         match send_on(connection, kill, args).await {
             Ok(_) => {}
             Err(failure) if failure.is_transient() => return false,
-            Err(failure) => {
-                tracing::debug!(error = %failure, "a replaced connection could not be closed on the server");
+            Err(Failure::Server(error)) if error.kind() == ServerErrorKind::NoPermission => {
+                shared.is_unfenced(error.message());
             }
+            // It has ended already.
+            Err(_) => {}
         }
         unfenced.pop();
     }
     true
-}
-
-/// As [`identify`], repeated while the server is busy.
-async fn identify_when_idle(
-    connection: &Connection,
-    settings: &Settings,
-) -> Result<Option<Identity>, Failure> {
-    loop {
-        match identify(connection, settings).await {
-            Err(Failure::Server(_)) => tokio::time::sleep(LONGEST).await,
-            outcome => return outcome,
-        }
-    }
-}
-
-/// Asks the server for the identity of a connection. `None` if the server does not state it (ACL,
-/// Redis before 6.2). A server that is busy with a script answers with a transient server error.
-///
-/// This is a part of connecting, so the connect timeout applies.
-pub(super) async fn identify(
-    connection: &Connection,
-    settings: &Settings,
-) -> Result<Option<Identity>, Failure> {
-    let info = CustomCommand::new_static("CLIENT", ClusterHash::Random, false);
-    let options = Options {
-        timeout: Some(settings.connect_timeout()),
-        ..Default::default()
-    };
-    let client = connection.client().with_options(&options);
-    let call = client.custom_raw(info, vec![Value::from_static_str("INFO")]);
-    let outcome = tokio::select! {
-        biased;
-        outcome = call => outcome,
-        () = connection.ended() => return Err(Failure::Unknown(LOST.into())),
-    };
-    match outcome.map(read) {
-        Ok(Ok(Reply::Text(info))) => {
-            let info = String::from_utf8_lossy(&info);
-            let field = |name: &str| {
-                info.split_whitespace()
-                    .find_map(|field| field.strip_prefix(name))
-            };
-            Ok(field("id=")
-                .zip(field("addr="))
-                .map(|(id, address)| Identity {
-                    id: id.into(),
-                    address: address.into(),
-                }))
-        }
-        Ok(Err(failure @ Failure::Server(_))) if failure.is_transient() => Err(failure),
-        Ok(Err(Failure::Server(_))) => Ok(None),
-        Ok(Ok(_) | Err(_)) => Err(Failure::Unknown("malformed reply to CLIENT INFO".into())),
-        Err(problem) => Err(Failure::Unknown(problem.to_string())),
-    }
-}
-
-/// The id and the address of a connection on the server. A restarted server counts its ids from the
-/// beginning again, so an id identifies a connection only together with the address.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Identity {
-    id: String,
-    address: String,
 }

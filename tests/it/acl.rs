@@ -2,9 +2,11 @@
 
 use std::time::Duration;
 
+use crate::support::log::Log;
 use crate::support::observe::{hold_count, ttl};
-use crate::support::server::Server;
+use crate::support::server::{Server, wait_until_async};
 use redisson_lock::{Error, LockClient};
+use tracing::Level;
 
 /// The rule of docs/wire-format.md, so that the tests cover the documentation.
 fn documented_rule() -> String {
@@ -224,6 +226,35 @@ async fn missing_script_load_and_client_info_rights_break_nothing() {
         .unwrap()
         .unwrap()
         .unwrap();
+}
+
+/// Without fencing a late call may run after its repetition. That is said once, and the client
+/// works.
+#[tokio::test]
+async fn missing_right_to_close_old_connections_is_reported_once() {
+    for missing in ["+client|kill", "+client|info"] {
+        let server = Server::start();
+        let log = Log::capture();
+        let rule = documented_rule().replace(missing, "");
+        let url = user(&server, "nofence", &rule);
+        let client = LockClient::connect(&url).await.unwrap();
+        let lock = client.lock("app:order");
+        for replaced in 1..=3 {
+            redis::cmd("CLIENT")
+                .arg(&["KILL", "TYPE", "normal", "SKIPME", "yes"])
+                .exec(&mut server.connection())
+                .unwrap();
+            wait_until_async("a new connection", Duration::from_secs(10), || async {
+                client.stats().reconnects == replaced
+            })
+            .await;
+            lock.run(async {}).await.unwrap();
+        }
+        let events = log.with("a replaced connection cannot be closed on the server");
+        assert_eq!(events.len(), 1, "{missing}: {events:?}");
+        assert_eq!(events[0].level, Level::WARN);
+        assert!(events[0].fields["address"].contains("127.0.0.1"));
+    }
 }
 
 #[tokio::test]

@@ -83,6 +83,29 @@ async fn cluster_is_refused() {
     assert!(error.to_string().contains("cluster"), "{error}");
 }
 
+/// The address leads to a server of a cluster from now on.
+#[tokio::test]
+async fn cluster_is_refused_as_replacement() {
+    let server = Server::start();
+    let cluster = Server::builder().arg("--cluster-enabled", "yes").start();
+    let proxy = Proxy::start(&server).await;
+    let client = LockClient::builder()
+        .retry_timeout(Duration::from_secs(1))
+        .command_timeout(Duration::from_secs(1))
+        .connect(&proxy.url())
+        .await
+        .unwrap();
+    let lock = client.lock(unique("stock"));
+    lock.run(async {}).await.unwrap();
+    proxy.retarget(&cluster);
+    proxy.close_now();
+    let error = lock.lock().await.unwrap_err();
+    assert!(error.to_string().contains("a part of a cluster"), "{error}");
+    proxy.retarget(&server);
+    proxy.close_now();
+    lock.run(async {}).await.unwrap();
+}
+
 /// Valkey 8 and 9 name the mode `server_mode`. A proxy renames it in the replies of Redis.
 #[tokio::test(flavor = "multi_thread")]
 async fn valkey_cluster_is_refused() {
