@@ -61,8 +61,12 @@ where
                     // If the caller has gone, dropping the value ends the client.
                     let _ = report.send(Ok(value));
                     let mut failing = FailOnDrop(Some(driver));
-                    run(work).await;
-                    failing.0 = None;
+                    // A task, because each wake-up of the future of `block_on` costs one more look
+                    // at the sockets, before it is polled.
+                    let ended = tokio::spawn(run(work)).await;
+                    if ended.is_ok() {
+                        failing.0 = None;
+                    }
                 }
                 Err(error) => drop(report.send(Err(error))),
             }
