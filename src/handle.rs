@@ -57,7 +57,7 @@ impl Drop for Handle {
 /// The error of a request that has another outcome than its kind can have.
 pub(crate) fn failed(outcome: Outcome) -> Error {
     match outcome {
-        Outcome::Failed(error) => error,
+        Outcome::Failed(error) | Outcome::NotReleased(error) => error,
         other => unreachable!("no outcome of this request: {other:?}"),
     }
 }

@@ -174,7 +174,10 @@ impl Driver {
     /// The caller of a request has gone.
     fn cancel(&self, id: RequestId) {
         let _ = self.change(|state, now, effects| {
-            effects.replaced.extend(state.slots.remove(&id));
+            match state.slots.remove(&id) {
+                Some(Slot::Ready(outcome)) => state.engine.discard(outcome),
+                slot => effects.replaced.extend(slot),
+            }
             state.engine.cancel(now, id);
         });
     }
@@ -313,7 +316,7 @@ mod tests {
     use crate::kind::Kind;
     use crate::lease_cell::LossWaiter;
     use crate::owner::{ClientId, Owner, TaskKey};
-    use crate::wire::Reply;
+    use crate::wire::{Failure, Reply};
 
     fn driver() -> (Arc<Driver>, mpsc::UnboundedReceiver<Outgoing>) {
         let settings = Settings {
@@ -356,6 +359,35 @@ mod tests {
                 None => acquiring.await,
             }
         })
+    }
+
+    /// The reply comes after the last poll, and nobody looks at the outcome.
+    #[test]
+    fn release_that_failed_before_its_caller_went_is_counted() {
+        let (driver, mut calls) = driver();
+        let mut reply = |reply| {
+            let Ok(Outgoing::Call(id, _)) = calls.try_recv() else {
+                panic!("no call");
+            };
+            driver.apply(|engine, now| engine.handle_reply(now, id, reply));
+        };
+        let granting = acquire(&driver, "held");
+        reply(Ok(Reply::List(vec![
+            Reply::Int(1),
+            Reply::Text("1".into()),
+        ])));
+        let Some(Ok(Acquisition::Granted(grant))) = granting.now_or_never() else {
+            panic!("not granted");
+        };
+        let releasing = driver.submit(|engine, now| engine.release(now, grant.hold, true));
+        let mut releasing = Box::pin(releasing.outcome());
+        let mut cx = Context::from_waker(Waker::noop());
+        assert!(releasing.poll_unpin(&mut cx).is_pending());
+        let refusal = "NOPERM this user has no permissions to run the 'evalsha' command";
+        reply(Err(Failure::Server(refusal.to_owned().into())));
+        assert_eq!(driver.stats().failed_releases, 0);
+        drop(releasing);
+        assert_eq!(driver.stats().failed_releases, 1);
     }
 
     #[test]

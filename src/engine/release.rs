@@ -385,13 +385,24 @@ impl Engine {
             self.end_tenure_without_holds(tenure);
         }
         match self.ops[id].request.take() {
-            Some(request) => self.complete(request, Outcome::Failed(error)),
-            None => {
-                self.stats.failed_releases += 1;
-                self.notice(Notice::ReleaseFailed(self.lock_name(entry), error));
-            }
+            Some(request) => self.complete(request, Outcome::NotReleased(error)),
+            None => self.release_failed(error),
         }
         self.finish_op(now, id);
+    }
+
+    /// The caller of a request has gone, and with it the outcome.
+    pub(crate) fn discard(&mut self, outcome: Outcome) {
+        if let Outcome::NotReleased(error) = outcome {
+            self.release_failed(error);
+        }
+    }
+
+    /// A release failed that nobody waits for.
+    fn release_failed(&mut self, error: Error) {
+        self.stats.failed_releases += 1;
+        let name = error.lock().unwrap_or_default().to_owned();
+        self.notice(Notice::ReleaseFailed(name, error));
     }
 
     /// Turns an operation with an unknown outcome into its settlement: the server is to be left
@@ -515,17 +526,11 @@ impl Engine {
                 let error = self.claim_loss(now, entry);
                 Outcome::Failed(error.unwrap_or_else(|| self.not_held(entry, false)))
             }
-            Err(error) => {
-                if request.is_none() {
-                    self.stats.failed_releases += 1;
-                    let name = self.lock_name(entry);
-                    self.notice(Notice::ReleaseFailed(name, error.clone()));
-                }
-                Outcome::Failed(error)
-            }
+            Err(error) => Outcome::NotReleased(error),
         };
-        if let Some(request) = request {
-            self.complete(request, outcome);
+        match request {
+            Some(request) => self.complete(request, outcome),
+            None => self.discard(outcome),
         }
         self.finish_op(now, id);
     }

@@ -64,6 +64,8 @@ pub(crate) enum Outcome {
     Counted(i64),
     /// A force unlock: whether the lock was held.
     Freed(bool),
+    /// The server did not release the hold. It is counted if its caller does not see it.
+    NotReleased(Error),
     Failed(Error),
 }
 
@@ -291,7 +293,12 @@ impl Engine {
                     ..
                 }
             );
-            if let (true, Outcome::Failed(Error::OutcomeUnknown { .. })) = (is_reported, &outcome) {
+            if let (
+                true,
+                Outcome::Failed(Error::OutcomeUnknown { .. })
+                | Outcome::NotReleased(Error::OutcomeUnknown { .. }),
+            ) = (is_reported, &outcome)
+            {
                 self.stats.unknown_outcomes += 1;
             }
             self.events.push_back(Event::Completed(id, outcome));

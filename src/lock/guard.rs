@@ -178,12 +178,14 @@ impl<K: LockKind> LockGuard<K> {
             |engine: &mut crate::engine::Engine, now| engine.release(now, hold, is_reported);
         match self.client.driver.submit(begin).outcome().await {
             Outcome::Done => Ok(()),
-            // The client has ended, and with it the lock was lost.
-            Outcome::Failed(Error::Closed | Error::ClientFailed) => Err(Error::Lost {
-                lock: self.keys.display(),
-                reason: self.loss().unwrap_or(LostReason::Shutdown),
+            outcome => Err(match failed(outcome) {
+                // The client has ended, and with it the lock was lost.
+                Error::Closed | Error::ClientFailed => Error::Lost {
+                    lock: self.keys.display(),
+                    reason: self.loss().unwrap_or(LostReason::Shutdown),
+                },
+                error => error,
             }),
-            outcome => Err(failed(outcome)),
         }
     }
 

@@ -457,6 +457,10 @@ impl World {
 
     /// A request is completed by its engine.
     pub(super) fn completed(&mut self, client: usize, request: RequestId, outcome: Outcome) {
+        let outcome = match outcome {
+            Outcome::NotReleased(error) => Outcome::Failed(error),
+            outcome => outcome,
+        };
         let run = self.current_run;
         let tracked = self.clients[client].tracked.get(&request);
         let pending = tracked.filter(|tracked| tracked.state == State::Pending);
