@@ -189,6 +189,28 @@ fn unlock_after_loss_of_handed_over_holds_matches_reference_model() {
     check_cases(1, Just(handed_over_again.concat()));
 }
 
+/// A detached hold was lost with one tenure, and a guard is lost with the next.
+#[test]
+fn unlock_after_losses_of_two_tenures_matches_reference_model() {
+    let (lock, wait) = (0, false);
+    let try_lock = |lease| Op::TryLock {
+        owner: 4,
+        lock,
+        lease,
+        wait,
+    };
+    let unlock = Op::Unlock { owner: 4, lock };
+    let steps = vec![
+        try_lock(Lease::Watchdog),
+        Op::Detach { guard: 0 },
+        Op::ForceUnlock { client: 0, lock },
+        try_lock(Lease::Short),
+        unlock.clone(),
+        unlock,
+    ];
+    check_cases(1, Just(steps));
+}
+
 fn check_cases(cases: u32, steps: impl Strategy<Value = Vec<Op>>) {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)

@@ -317,11 +317,16 @@ impl Model {
             None => return Unlocked::NotHeld,
             Some(_) => guarded.and_then(|guarded| guarded.lost),
         };
-        // Holds that were handed over since come first.
-        match self.unlock_unrecorded(owner, lock) {
-            Unlocked::Freed => Unlocked::Freed,
-            _ => lost.map_or(Unlocked::NotHeldOrLost, Unlocked::Lost),
+        // Holds that were handed over since come first, then the lost detached holds of earlier
+        // tenures, each of which is reported once, then the guard.
+        if self.unlock_unrecorded(owner, lock) == Unlocked::Freed {
+            return Unlocked::Freed;
         }
+        let Some(lost) = lost else {
+            return Unlocked::NotHeldOrLost;
+        };
+        let unreported = self.unreported.get_mut(&(owner, lock));
+        Unlocked::Lost(unreported.and_then(Vec::pop).unwrap_or(lost))
     }
 
     /// The loss of an earlier tenure that still has a guard, while the owner has no later one.
