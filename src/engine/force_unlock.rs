@@ -180,7 +180,7 @@ impl Engine {
         };
         let own = thread_of(&owner, self.settings.client_id)
             .and_then(|thread| Owner::from_thread_id(thread).ok())
-            .and_then(|owner| self.entry_in_use(&keys, owner));
+            .map(|owner| self.entry_id(&keys, owner));
         match own {
             Some(entry) => {
                 let force = Force {

@@ -305,12 +305,6 @@ impl Engine {
         id
     }
 
-    /// The entry of a lock and an owner, if it is in use.
-    fn entry_in_use(&self, keys: &Keys, owner: Owner) -> Option<EntryId> {
-        let lock = self.lock_ids.get(keys)?;
-        self.entry_ids.get(&(*lock, owner.thread_id())).copied()
-    }
-
     /// Removes an entry, and then its lock, if nothing needs it any more.
     fn remove_if_idle(&mut self, id: EntryId) {
         let Some(entry) = self.entries.get(id) else {

@@ -33,7 +33,8 @@ pub(super) struct Recorded {
 
 impl Engine {
     pub(super) fn has_entry(&self, keys: &Keys, owner: Owner) -> bool {
-        self.entry_in_use(keys, owner).is_some()
+        let lock = self.lock_ids.get(keys);
+        lock.is_some_and(|lock| self.entry_ids.contains_key(&(*lock, owner.thread_id())))
     }
 
     /// The owner for which the head of a wait queue makes an attempt.

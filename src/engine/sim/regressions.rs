@@ -112,6 +112,36 @@ impl Bench {
     }
 }
 
+/// A force unlock that the server refuses is repeated. The owner, of whom the client knew nothing
+/// when it was found, must not acquire meanwhile: the repetition would free its new tenure.
+#[test]
+fn owner_does_not_acquire_while_it_is_freed_by_force() {
+    let mut bench = Bench::new();
+    let (now, keys) = (bench.now, bench.keys.clone());
+    let request = bench.engine.force_unlock(now, &keys, Kind::Reentrant);
+    let inspection = bench.call();
+    let text = |text: &'static str| Reply::Text(bytes::Bytes::from_static(text.as_bytes()));
+    let owner = "00000000-0000-0000-0000-000000000007:5";
+    let held = vec![Reply::Int(900), text(""), text(owner), text("1")];
+    bench.reply(inspection, Ok(Reply::List(held)));
+    let forced = bench.call();
+    let refusal = "READONLY You can't write against a read only replica.";
+    bench.reply(forced, Err(Failure::Server(refusal.to_owned().into())));
+    let acquiring = bench.acquire(Kind::Reentrant, Wait::Unlimited, None);
+    assert!(bench.calls().is_empty(), "it acquires");
+    bench.wait(Duration::from_millis(100));
+    let forced = bench.call();
+    bench.reply(forced, answered(1, 0));
+    // The owner may be that of another process with the same client id, so it is counted first.
+    let count = bench.call();
+    bench.reply(count, answered(1, 0));
+    let acquire = bench.call();
+    bench.reply(acquire, granted());
+    assert!(bench.engine.claim(bench.now, acquiring).is_ok());
+    let outcome = bench.outcome(request);
+    assert!(matches!(outcome, Some(Outcome::Freed(true))), "{outcome:?}");
+}
+
 /// The connection was lost with the call of a force unlock, and not replaced in time. The error
 /// said that nothing had been sent.
 #[test]
