@@ -325,8 +325,8 @@ impl LockClientBuilder {
     /// a longer one would let one silent connection cost every lock.
     ///
     /// The default grows while replies are late, up to two thirds of the watchdog timeout and 3 s,
-    /// until a reply is in time: otherwise each connection would be given up before its first
-    /// reply. A timeout that is set stays as it is.
+    /// until a reply takes less than half of it: otherwise each connection would be given up before
+    /// its first reply. A timeout that is set stays as it is.
     pub fn command_timeout(mut self, timeout: Duration) -> Self {
         self.command_timeout = Some(timeout);
         self

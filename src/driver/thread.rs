@@ -61,8 +61,8 @@ where
                     // If the caller has gone, dropping the value ends the client.
                     let _ = report.send(Ok(value));
                     let mut failing = FailOnDrop(Some(driver));
-                    // A task, because each wake-up of the future of `block_on` costs one more look
-                    // at the sockets, before it is polled.
+                    // A task, because the runtime looks at the sockets once more before it polls
+                    // the future of `block_on`.
                     let ended = tokio::spawn(run(work)).await;
                     if ended.is_ok() {
                         failing.0 = None;

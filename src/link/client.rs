@@ -309,8 +309,8 @@ impl Shared {
         outcome
     }
 
-    /// An old connection cannot be closed on the server. That is reported once.
-    pub(super) fn is_unfenced(&self, reason: &str) {
+    /// Reports, once, that an old connection cannot be closed on the server.
+    pub(super) fn report_unfenced(&self, reason: &str) {
         if !self.warned_of_unfenced.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 address = %self.settings.address(),

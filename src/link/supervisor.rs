@@ -52,7 +52,7 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
         match &current.identity {
             Some(identity) => unfenced.push(identity.clone()),
             None if current.is_provisional => {}
-            None => shared.is_unfenced("the server does not state its id"),
+            None => shared.report_unfenced("the server does not state its id"),
         }
         current.connection.end();
         let current_is_provisional = current.is_provisional;
@@ -146,7 +146,7 @@ async fn fence(shared: &Shared, connection: &Connection, unfenced: &mut Vec<Iden
             Ok(_) => {}
             Err(failure) if failure.is_transient() => return false,
             Err(Failure::Server(error)) if error.kind() == ServerErrorKind::NoPermission => {
-                shared.is_unfenced(error.message());
+                shared.report_unfenced(error.message());
             }
             // It has ended already.
             Err(_) => {}

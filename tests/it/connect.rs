@@ -106,6 +106,29 @@ async fn cluster_is_refused_as_replacement() {
     lock.run(async {}).await.unwrap();
 }
 
+/// A server that does not state its mode is accepted, a reply to another call is not.
+#[tokio::test(flavor = "multi_thread")]
+async fn mode_is_taken_from_the_right_reply_only() {
+    let server = Server::builder().arg("--cluster-enabled", "yes").start();
+    let hidden = rewriting(server.port(), |reply| {
+        reply.replace("redis_mode:", "hidden_mod:")
+    })
+    .await;
+    let url = format!("redis://{hidden}");
+    assert!(
+        LockClient::connect(&url).await.is_ok(),
+        "the mode is not stated"
+    );
+    let other = rewriting(server.port(), |reply| {
+        reply
+            .replace("redis_mode:", "hidden_mod:")
+            .replace("# Server", "# Client")
+    });
+    let url = format!("redis://{}", other.await);
+    let error = LockClient::connect(&url).await.unwrap_err();
+    assert!(matches!(error, Error::Connection { .. }), "{error:?}");
+}
+
 /// Valkey 8 and 9 name the mode `server_mode`. A proxy renames it in the replies of Redis.
 #[tokio::test(flavor = "multi_thread")]
 async fn valkey_cluster_is_refused() {
