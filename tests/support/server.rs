@@ -5,6 +5,7 @@
 #![allow(dead_code)]
 
 use std::{
+    collections::BTreeSet,
     fs::{self, File},
     hash::{BuildHasher, RandomState},
     io,
@@ -12,7 +13,7 @@ use std::{
     path::{Path, PathBuf},
     process::{self, Child, Command, Stdio},
     sync::{
-        OnceLock,
+        Mutex, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     thread,
@@ -272,7 +273,10 @@ impl Server {
             let mut connection = self.connect()?;
             // While the server loads its data, PING fails; INFO does not.
             redis::cmd("PING").exec(&mut connection)?;
-            redis::cmd("INFO").arg("server").query(&mut connection)
+            let info = redis::cmd("INFO").arg("server").query(&mut connection)?;
+            // Until the server has closed the connection: a test may count the connections next.
+            while redis::cmd("QUIT").exec(&mut connection).is_ok() {}
+            Ok(info)
         };
         ask().is_ok_and(|info| info.contains(&pid))
     }
@@ -439,11 +443,16 @@ fn binary() -> &'static Path {
 ///
 /// It is below the range from which systems take the ports of outgoing connections. Otherwise a
 /// client that reconnects to a stopped server could get the port that the server needs for its
-/// restart.
+/// restart. A test binary never uses a port twice: the client of another test may still try to
+/// reach the server that was there.
 fn free_port() -> u16 {
+    static USED: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
     loop {
         let random = RandomState::new().hash_one(process::id());
         let port = 20_000 + (random % 12_000) as u16;
+        if !USED.lock().expect("no panic").insert(port) {
+            continue;
+        }
         match TcpListener::bind(("127.0.0.1", port)) {
             Ok(_) => return port,
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
