@@ -1,6 +1,6 @@
 //! The attempts of a history: all events of each of them, and when each may have happened.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::OnceLock;
 
 use super::forced::{CLOCK, Force, ForcedLoss};
@@ -8,6 +8,7 @@ use super::history::{
     CLOCK_SET, Event, Fault, History, Line, MS, NO_SCRIPTS, Nanos, STALLED, STOPPED, Sample,
     slot_of,
 };
+use super::worker::passes_on;
 
 /// How long a process must have had no fault until its background has settled every unknown
 /// outcome.
@@ -33,6 +34,9 @@ pub struct Attempt {
     pub process: u64,
     pub lock: usize,
     pub owner: String,
+    /// What the server has for the owner: its name or, if its client passes locks on, that of the
+    /// client, since the server may know the owner by the name of an earlier one.
+    pub field: String,
     pub how: String,
     pub lease: Nanos,
     /// Whether the lease is renewed.
@@ -108,8 +112,10 @@ pub struct Analysis<'a> {
     pub attempts: Vec<Attempt>,
     pub forces: Vec<Force>,
     places: HashMap<(u64, u64), usize>,
-    of_owner: HashMap<(usize, String), Vec<usize>>,
+    of_field: HashMap<(usize, String), Vec<usize>>,
     pub history: &'a History,
+    /// The looks of the history, with [fields](Attempt::field) for owners.
+    pub samples: Vec<Sample>,
     killed: HashMap<u64, Nanos>,
     longest_lease: Nanos,
     /// The faults that each slot met, in the order of their beginnings.
@@ -123,6 +129,8 @@ impl<'a> Analysis<'a> {
         let mut attempts: Vec<Attempt> = Vec::new();
         let mut places: HashMap<(u64, u64), usize> = HashMap::new();
         let mut of_owner: HashMap<(usize, String), Vec<usize>> = HashMap::new();
+        let mut of_field: HashMap<(usize, String), Vec<usize>> = HashMap::new();
+        let mut passing: HashSet<&str> = HashSet::new();
         let mut longest_lease = 0;
         // The invocations first: an event may have the same time as the one before it.
         for line in &lines {
@@ -136,12 +144,21 @@ impl<'a> Analysis<'a> {
             {
                 longest_lease = longest_lease.max(*lease);
                 places.insert((line.process, line.attempt), attempts.len());
+                let field = if passes_on(slot_of(line.process)) {
+                    passing.insert(client(owner));
+                    client(owner)
+                } else {
+                    owner
+                };
                 let same = of_owner.entry((*lock, owner.clone())).or_default();
+                same.push(attempts.len());
+                let same = of_field.entry((*lock, field.to_owned())).or_default();
                 same.push(attempts.len());
                 attempts.push(Attempt {
                     process: line.process,
                     lock: *lock,
                     owner: owner.clone(),
+                    field: field.to_owned(),
                     how: how.clone(),
                     lease: *lease,
                     renewed: *renewed,
@@ -178,6 +195,12 @@ impl<'a> Analysis<'a> {
                 }
             }
         }
+        let mut samples = history.samples.clone();
+        for key in samples.iter_mut().flat_map(|look| &mut look.held) {
+            if passing.contains(client(&key.owner)) {
+                key.owner = client(&key.owner).to_owned();
+            }
+        }
         let killed = history.killed.iter().copied().collect();
         let mut met: Vec<_> = history
             .faults
@@ -199,8 +222,9 @@ impl<'a> Analysis<'a> {
             attempts,
             forces: Vec::new(),
             places,
-            of_owner,
+            of_field,
             history,
+            samples,
             killed,
             longest_lease,
             faults,
@@ -281,9 +305,10 @@ impl<'a> Analysis<'a> {
             .map(|place| &self.attempts[*place])
     }
 
-    /// All attempts of the same owner to acquire the same lock, including this one.
-    pub fn same_owner(&self, attempt: &Attempt) -> impl Iterator<Item = &Attempt> {
-        let same = self.of_owner.get(&(attempt.lock, attempt.owner.clone()));
+    /// All attempts to acquire the same lock for what is one owner to the server, including this
+    /// one.
+    pub fn same_field(&self, attempt: &Attempt) -> impl Iterator<Item = &Attempt> {
+        let same = self.of_field.get(&(attempt.lock, attempt.field.clone()));
         let same = same.map_or(&[][..], Vec::as_slice).iter();
         same.map(|place| &self.attempts[*place])
     }
@@ -336,12 +361,12 @@ impl<'a> Analysis<'a> {
 
     fn find_grant(&self, attempt: &Attempt) -> Option<Grant> {
         let line = attempt.granted?;
-        let samples = &self.history.samples;
+        let samples = &self.samples;
         let first = samples.partition_point(|look| look.from < attempt.invoked);
         let looks = samples[first..].iter().take_while(|look| look.to <= line);
         let has = |look: &Sample| {
             let mut keys = look.held.iter();
-            keys.any(|key| key.lock == attempt.lock && key.owner == attempt.owner)
+            keys.any(|key| key.lock == attempt.lock && key.owner == attempt.field)
         };
         let forces: Vec<&Force> = self
             .forces
@@ -363,7 +388,10 @@ impl<'a> Analysis<'a> {
             }
             from = look.from;
         }
-        let seen = looks.clone().find(|look| look.from >= from && has(look));
+        // A look may show another owner of a client that passes locks on.
+        let is_own = attempt.field == attempt.owner;
+        let mut seen = looks.filter(|look| look.from >= from && has(look));
+        let seen = seen.next().filter(|_| is_own);
         let to = seen.map_or(line, |look| look.to);
         Some(Grant { from, to })
     }
@@ -438,6 +466,11 @@ impl<'a> Analysis<'a> {
         let faults = self.faults.get(&slot_of(process));
         faults.map_or(&[][..], Vec::as_slice).iter()
     }
+}
+
+/// The client of an owner.
+fn client(owner: &str) -> &str {
+    owner.split_once(':').map_or(owner, |(client, _)| client)
 }
 
 /// The times in which the server answered no look although no fault of the server explains that:

@@ -44,7 +44,7 @@ pub fn server_agrees(analysis: &Analysis, found: &mut Vec<Violation>) {
     for lock in 0..locks(analysis) {
         let mut sure = sure_of(analysis, lock).into_iter().peekable();
         let mut open: Vec<(Nanos, &Attempt)> = Vec::new();
-        for sample in &analysis.history.samples {
+        for sample in &analysis.samples {
             while let Some((_, to, attempt)) = sure.next_if(|(from, ..)| *from <= sample.from) {
                 open.push((to, attempt));
             }
@@ -53,12 +53,12 @@ pub fn server_agrees(analysis: &Analysis, found: &mut Vec<Violation>) {
                 let own: Vec<_> = open
                     .iter()
                     .map(|(_, other)| *other)
-                    .filter(|other| other.owner == attempt.owner)
+                    .filter(|other| other.field == attempt.field)
                     .collect();
                 let has = sample
                     .held
                     .iter()
-                    .find(|key| key.lock == lock && key.owner == attempt.owner);
+                    .find(|key| key.lock == lock && key.owner == attempt.field);
                 let expires = has.and_then(|key| Nanos::try_from(key.pttl).ok());
                 let expires = expires.map_or(Nanos::MAX, |pttl| sample.to + (pttl + ROUNDED) * MS);
                 let has = has.map_or(0, |key| key.count);
@@ -156,9 +156,9 @@ fn taken_over(
         .chain(hold_ended(analysis, owner))
         .min()
         .unwrap_or(Nanos::MAX);
-    let samples = &analysis.history.samples;
+    let samples = &analysis.samples;
     let looks = samples[samples.partition_point(|look| look.from < granted)..].iter();
-    let other = |key: &&Key| key.lock == owner.lock && key.owner != owner.owner;
+    let other = |key: &&Key| key.lock == owner.lock && key.owner != owner.field;
     let mut seen = looks
         .take_while(|look| look.to < until)
         .filter_map(|look| Some((look.to, look.held.iter().find(other)?.owner.clone())));
@@ -205,8 +205,8 @@ fn lease_over(analysis: &Analysis, owner: &Attempt) -> Nanos {
     let Some(granted) = owner.granted else {
         return Nanos::MAX;
     };
-    let looks = &analysis.history.samples;
-    let own = |key: &&Key| key.lock == owner.lock && key.owner == owner.owner;
+    let looks = &analysis.samples;
+    let own = |key: &&Key| key.lock == owner.lock && key.owner == owner.field;
     let mut over = owner.sure_until.max(granted + owner.lease);
     // The looks only move the end to a later time: they do not matter once the hold has ended.
     if hold_ended(analysis, owner).is_some_and(|ended| ended <= over) {

@@ -32,7 +32,8 @@ pub struct Force {
     pub answer: Option<bool>,
 }
 
-/// A force unlock, by its index in the analysis, and the owner whose tenure it ended.
+/// A force unlock, by its index in the analysis, and the [field](Attempt::field) of the owner whose
+/// tenure it ended.
 pub type Excuse = (usize, String);
 
 /// A time in which an owner may not know that a force unlock ended its tenure.
@@ -70,7 +71,7 @@ fn find_forced_losses(analysis: &Analysis, attempt: &Attempt) -> Vec<ForcedLoss>
             from: force.from,
             to,
             report_due,
-            excuse: (number, attempt.owner.clone()),
+            excuse: (number, attempt.field.clone()),
         }
     })
     .collect()
@@ -129,7 +130,7 @@ fn stayed(analysis: &Analysis, attempt: &Attempt, force: &Force) -> bool {
     if analysis.may_hold_until(attempt) < force.to {
         return false;
     }
-    let samples = &analysis.history.samples;
+    let samples = &analysis.samples;
     let Some(before) = samples[..samples.partition_point(|look| look.to <= force.from)].last()
     else {
         return false;
@@ -141,13 +142,13 @@ fn stayed(analysis: &Analysis, attempt: &Attempt, force: &Force) -> bool {
     let has = |look: &Sample| {
         look.held
             .iter()
-            .any(|key| key.lock == attempt.lock && key.owner == attempt.owner)
+            .any(|key| key.lock == attempt.lock && key.owner == attempt.field)
     };
     let held = attempt.granted.is_some_and(|at| at < before.from)
         && analysis.may_hold_until(attempt) > after.to;
     let others = || {
         analysis
-            .same_owner(attempt)
+            .same_field(attempt)
             .filter(|other| !std::ptr::eq(*other, attempt))
     };
     let comes_back = |other: &Attempt| {
@@ -202,7 +203,7 @@ fn is_explained(excuses: &[Excuse], met: &HashMap<usize, String>) -> bool {
 /// owner took in this tenure.
 fn lease_over(analysis: &Analysis, attempt: &Attempt, force: &Force) -> Nanos {
     let own = analysis
-        .same_owner(attempt)
+        .same_field(attempt)
         .filter(|other| other.invoked <= force.to);
     let mut own: Vec<_> = own
         .map(|other| (analysis.may_hold_until(other), other.invoked, other.lease))
@@ -236,14 +237,14 @@ fn next_renewal(analysis: &Analysis, attempt: &Attempt, force: &Force) -> Nanos 
 /// When a look shows that the owner still had the lock after a force unlock; never if another
 /// attempt of the owner may have acquired it again.
 fn seen_again(analysis: &Analysis, attempt: &Attempt, force: &Force) -> Nanos {
-    let samples = &analysis.history.samples;
+    let samples = &analysis.samples;
     let mut later = samples[samples.partition_point(|sample| sample.from <= force.to)..].iter();
-    let has = |key: &Key| key.lock == attempt.lock && key.owner == attempt.owner;
+    let has = |key: &Key| key.lock == attempt.lock && key.owner == attempt.field;
     let Some(seen) = later.find(|sample| sample.held.iter().any(has)) else {
         return Nanos::MAX;
     };
     let mut others = analysis
-        .same_owner(attempt)
+        .same_field(attempt)
         .filter(|other| !std::ptr::eq(*other, attempt));
     let comes_back = others.any(|other| {
         other.invoked <= seen.to

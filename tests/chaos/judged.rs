@@ -1,8 +1,10 @@
 //! Tests of the judge: histories made by hand that violate one rule each, and correct ones that
 //! look similar.
 
+use std::collections::BTreeSet;
+
 use super::history::{Event, MS, NO_CHANNEL, NO_PUBLISH, NO_SCRIPTS, Nanos};
-use super::judge::Rule;
+use super::judge::{Rule, judge};
 use super::scenario::{Scenario, owner_of};
 
 #[test]
@@ -840,4 +842,41 @@ fn failure_or_unknown_outcome_without_fault_is_accused() {
             },
         )
         .breaks(&[]);
+}
+
+/// The server knows a lock that was passed on by the name of the first owner. Only the clients of
+/// some processes pass locks on.
+#[test]
+fn lock_that_was_passed_on_is_known_by_an_earlier_owner() {
+    let scenario = |process| {
+        let mut scenario = Scenario::default()
+            .granted(100, process, 1)
+            .invoked(150, process, 2)
+            .released(200, process, 1, "ok")
+            .line(
+                201,
+                process,
+                2,
+                Event::Granted {
+                    remaining: 2_000 * MS,
+                },
+            )
+            .released(400, process, 2, "ok")
+            .server(0, 90, &[])
+            .server(100, 400, &[(process, 1)])
+            .server(410, 600, &[]);
+        for line in scenario.0.lines.iter_mut().filter(|line| line.attempt == 2) {
+            if let Event::Invoked { owner, .. } = &mut line.event {
+                *owner = format!("client-{process}:another");
+            }
+        }
+        scenario
+    };
+    scenario(3).breaks(&[]);
+    let found: BTreeSet<_> = judge(&scenario(1).0).iter().map(|one| one.rule).collect();
+    assert_eq!(found, [Rule::NotHeldOnServer, Rule::Leak].into());
+    // A field that stays is accused, too.
+    scenario(3)
+        .server(600, 1_600, &[(3, 1)])
+        .breaks(&[Rule::Leak]);
 }

@@ -25,14 +25,14 @@ const RECENT: Nanos = 100 * MS;
 pub fn server_holds(analysis: &Analysis, found: &mut Vec<Violation>) {
     let mut may_hold: HashMap<(usize, &str), Vec<(Nanos, Nanos)>> = HashMap::new();
     for attempt in &analysis.attempts {
-        let times = may_hold.entry((attempt.lock, &attempt.owner)).or_default();
+        let times = may_hold.entry((attempt.lock, &attempt.field)).or_default();
         times.push((attempt.invoked, analysis.may_hold_until(attempt)));
     }
     let mut open: HashMap<(usize, &str), Vec<Nanos>> = HashMap::new();
     may_hold
         .values_mut()
         .for_each(|times| times.sort_unstable_by(|one, other| other.cmp(one)));
-    for sample in &analysis.history.samples {
+    for sample in &analysis.samples {
         for key in &sample.held {
             if key.pttl == -1 {
                 let what = format!("lock {}: the key of {} has no expiry", key.lock, key.owner);
@@ -219,14 +219,14 @@ fn server_has_it_until(
     asked: Nanos,
     reported: Nanos,
 ) -> Option<Nanos> {
-    let samples = &analysis.history.samples;
+    let samples = &analysis.samples;
     let look = samples[..samples.partition_point(|sample| sample.to <= asked)].last()?;
     let key = look
         .held
         .iter()
-        .find(|key| key.lock == attempt.lock && key.owner == attempt.owner)?;
+        .find(|key| key.lock == attempt.lock && key.owner == attempt.field)?;
     let recent = look.from >= attempt.granted? && asked - look.to < RECENT;
-    let mut same = analysis.same_owner(attempt);
+    let mut same = analysis.same_field(attempt);
     let since = analysis.written_since(attempt.process, asked);
     let came_back = same.any(|other| {
         let until = other
@@ -239,7 +239,7 @@ fn server_has_it_until(
     let came_back = came_back && may_have_been_gone(analysis, attempt, reported);
     // The release of another hold of the owner sets the expiry to what the remaining ones are
     // entitled to, which may be less than the look shows.
-    let is_lowered = analysis.same_owner(attempt).any(|other| {
+    let is_lowered = analysis.same_field(attempt).any(|other| {
         let (from, to) = match (other.releasing, other.ended) {
             (Some(from), _) => (from, other.released.as_ref().map(|(at, _)| *at)),
             (None, Some((from, _))) => (from, Some(from.saturating_add(SETTLEMENT))),
@@ -261,14 +261,14 @@ fn may_have_been_gone(analysis: &Analysis, attempt: &Attempt, reported: Nanos) -
     let Some(granted) = attempt.granted else {
         return true;
     };
-    let samples = &analysis.history.samples;
+    let samples = &analysis.samples;
     let looks = samples[samples.partition_point(|look| look.from < granted)..].iter();
     let mut alive_until = granted + attempt.lease;
     for look in looks.take_while(|look| look.to <= reported) {
         let has = look
             .held
             .iter()
-            .find(|key| key.lock == attempt.lock && key.owner == attempt.owner);
+            .find(|key| key.lock == attempt.lock && key.owner == attempt.field);
         let pttl = has.and_then(|key| Nanos::try_from(key.pttl).ok());
         let Some(pttl) = pttl.filter(|_| look.to < alive_until) else {
             return true;
@@ -317,7 +317,7 @@ fn failures_without_fault<'s>(
 /// held it.
 fn contended_without_owner(analysis: &Analysis, attempt: &Attempt) -> Option<Nanos> {
     let (at, _) = attempt.ended.filter(|_| attempt.contended)?;
-    let samples = &analysis.history.samples;
+    let samples = &analysis.samples;
     let first = samples.partition_point(|look| look.from < attempt.invoked);
     let mut looks = samples[first..].iter().take_while(|look| look.to <= at);
     let free = looks.clone().next().is_some()

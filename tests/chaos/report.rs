@@ -137,6 +137,10 @@ impl Figures {
         let looks = history.samples.len();
         row("guarded sections", sections.to_string());
         row("looks at the server", looks.to_string());
+        row(
+            "of them at a lock passed on",
+            passed_on(&analysis).to_string(),
+        );
         for (kind, number) in kinds(history) {
             row(&kind, number.to_string());
         }
@@ -174,6 +178,29 @@ fn kinds(history: &History) -> BTreeMap<String, usize> {
             .or_default() += 1;
     }
     kinds
+}
+
+/// Looks that show another owner of the client than the one that was sure of the lock.
+fn passed_on(analysis: &Analysis) -> usize {
+    let shows = |attempt: &Attempt| {
+        let (from, to) = attempt.sure().unwrap_or_default();
+        let looks = &analysis.history.samples;
+        let first = looks.partition_point(|look| look.from < from);
+        let during = looks[first..].iter().take_while(move |look| look.to <= to);
+        let (lock, owner) = (attempt.lock, attempt.owner.clone());
+        let client = attempt.field.clone();
+        during
+            .filter(move |look| {
+                let mut keys = look.held.iter().filter(|key| key.lock == lock);
+                keys.any(|key| key.owner != owner && key.owner.starts_with(&client))
+            })
+            .count()
+    };
+    let passing = analysis
+        .attempts
+        .iter()
+        .filter(|attempt| attempt.field != attempt.owner);
+    passing.map(shows).sum()
 }
 
 /// Grants to an owner that had the lock already.

@@ -137,5 +137,5 @@ fn invoked(process: u64) -> Event {
 }
 
 pub fn owner_of(process: u64) -> String {
-    format!("client:{process}")
+    format!("client-{process}:{process}")
 }

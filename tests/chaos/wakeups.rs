@@ -99,7 +99,7 @@ fn released_without_message(
             begin <= from + GAP && end >= seen
         };
         let own = |attempt: &&Attempt| {
-            attempt.lock == lock && (Some(&*attempt.owner) == after || passed(attempt))
+            attempt.lock == lock && (Some(&*attempt.field) == after || passed(attempt))
         };
         let forced = |force: &&Force| {
             force.lock == lock && force.from <= from && force.to.saturating_add(GAP) >= seen
@@ -157,7 +157,7 @@ fn free<'s>(analysis: &'s Analysis, lock: usize) -> Vec<Free<'s>> {
     let mut times = Vec::new();
     let mut since: Option<Free> = None;
     let (mut owner, mut seen) = (None, 0);
-    for sample in &analysis.history.samples {
+    for sample in &analysis.samples {
         let held = sample.held.iter().find(|key| key.lock == lock);
         // The lock may have been held in a long time between two looks.
         let gap = since.as_ref().is_some_and(|free| sample.to - free.to > GAP);

@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use super::actor::Actor;
-use super::history::{Event, Recorder, now};
+use super::history::{Event, Recorder, now, slot_of};
 use super::support::process::setting;
 
 /// The lease that is renewed. Short, so that some are lost.
@@ -19,6 +19,9 @@ pub const WATCHDOG: Duration = Duration::from_millis(1_500);
 
 /// Shorter than the longer faults, so that many outcomes are unknown.
 const RETRY_TIMEOUT: Duration = Duration::from_millis(1_000);
+
+/// For how long locks are passed on, by clients that do so. Long, so that much happens meanwhile.
+const PASSING_TIME: Duration = Duration::from_millis(500);
 
 /// The number of locks that all workers use. The lock after them is used only by workers that rely
 /// on messages.
@@ -31,6 +34,11 @@ const SHARING: u64 = 2;
 /// a minute.
 pub fn relies_on_messages(slot: u64) -> bool {
     slot % 2 == 1
+}
+
+/// Whether the client of a slot passes locks on.
+pub fn passes_on(slot: u64) -> bool {
+    slot % 3 == 0
 }
 
 /// The name of a lock.
@@ -68,6 +76,11 @@ pub async fn work() {
             .watchdog_timeout(WATCHDOG)
             .recheck_interval(recheck)
             .retry_timeout(RETRY_TIMEOUT)
+            .passing_time(if passes_on(slot_of(process)) {
+                PASSING_TIME
+            } else {
+                Duration::ZERO
+            })
             .connect_timeout(Duration::from_secs(1))
             .connect(&url);
         match connecting.await {
