@@ -2,7 +2,8 @@
 //! contention.
 //!
 //! Each handover is measured together with one bare script round trip, so that it can be stated in
-//! round trips of the same run. The clients run in one process first, then in two.
+//! round trips of the same run. The clients run in one process first, then in two. PASSING (10)
+//! is their passing time in milliseconds.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -375,7 +376,12 @@ async fn execute(
     mut commands: UnboundedReceiver<String>,
     reply: impl Fn(&str, u64) + Send + Sync,
 ) {
-    let client = LockClient::connect(url).await.expect("a lock client");
+    let passing = std::env::var("PASSING").map_or(10, |ms| ms.parse().expect("milliseconds"));
+    let client = LockClient::builder()
+        .passing_time(Duration::from_millis(passing))
+        .connect(url)
+        .await
+        .expect("a lock client");
     let bare = Fred::connect(url).await;
     let key = Bytes::copy_from_slice(name.as_bytes());
     let lock = client.lock(name);

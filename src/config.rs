@@ -118,6 +118,8 @@ pub(crate) struct Config {
     pub(crate) longest_reply: Duration,
     pub(crate) renewal_batch: usize,
     pub(crate) deadlock_detection: DeadlockDetection,
+    /// For how long a lock is passed on before it is released on the server.
+    pub(crate) passing_time: Duration,
 }
 
 impl Default for Config {
@@ -131,6 +133,7 @@ impl Default for Config {
             longest_reply: Duration::from_secs(3),
             renewal_batch: 100,
             deadlock_detection: DeadlockDetection::default(),
+            passing_time: Duration::from_millis(10),
         }
     }
 }

@@ -19,6 +19,7 @@ macro_rules! pages {
         #[doc = "[acl]: crate::docs::wire_format#the-smallest-acl-rule"]
         #[doc = "[compatibility]: crate::docs::compatibility"]
         #[doc = "[operations]: crate::docs::operations"]
+        #[doc = "[passing]: crate::docs::architecture#passing-on"]
         #[doc = "[safety]: crate::docs::safety"]
         #[doc = "[wire-format]: crate::docs::wire_format"]
         #[doc = ""]

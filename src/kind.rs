@@ -313,6 +313,15 @@ impl Inspected {
         })
     }
 
+    /// Gives the owner another name, if there is one for it.
+    pub(crate) fn rename_owner(&mut self, rename: impl FnOnce(&Bytes) -> Option<Bytes>) {
+        if let Some((owner, _)) = &mut self.first {
+            if let Some(name) = rename(owner) {
+                *owner = name;
+            }
+        }
+    }
+
     /// Whether there is a key.
     pub(crate) fn exists(&self) -> bool {
         // What `PTTL` answers if there is no key.

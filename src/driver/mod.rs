@@ -328,6 +328,7 @@ mod tests {
             command_timeout: Duration::from_secs(3),
             renewal_batch: 100,
             detection: DeadlockDetection::Warn,
+            passing_time: std::time::Duration::ZERO,
         };
         Driver::new(Engine::new(settings, 7), Arc::default())
     }

@@ -8,7 +8,7 @@ use super::entry::{Action, Op};
 use super::requests::{Outcome, Request};
 use super::tenure::{Hold, HoldState, Mode, Tenure};
 use super::timers::Timer;
-use super::{Engine, OpId, RequestId, errors};
+use super::{Engine, EntryId, HoldId, OpId, RequestId, TenureId, errors};
 use crate::config::LeaseTime;
 use crate::error::{Error, LostReason, Step};
 use crate::kind::{Acquired, Counts, Held};
@@ -81,7 +81,7 @@ impl Engine {
         let limit = acquire.patience_at(now).max(self.settings.command_timeout);
         let limit = now + limit;
         let op = Op::new(entry, request.kind, Some(id), Action::Acquire(acquire));
-        let waits = self.entries[entry].has_operations();
+        let waits = self.entries[entry].has_operations() || self.is_replaced(entry);
         if waits {
             self.timers.set(Timer::Request(id), limit);
         } else {
@@ -304,6 +304,7 @@ impl Engine {
             return;
         }
         self.stats.grants += 1;
+        self.lose_passed(now, entry);
         let tenure = live.unwrap_or_else(|| {
             let base = self.base_of(now, entry, count);
             let id = self
@@ -322,17 +323,8 @@ impl Engine {
         record.token = record.token.or(token);
         record.cell.extend(proof);
         record.ends = record.ends.max(sent + lease.duration());
-        let cell = HoldCell::new(Arc::clone(&record.cell));
         let until = sent + lease.duration();
-        let hold = self.holds.insert(Hold {
-            tenure,
-            mode,
-            until,
-            task,
-            state: HoldState::Guarded,
-            cell,
-        });
-        self.tenures[tenure].holds.push(hold);
+        let hold = self.add_hold(tenure, mode, until, task);
         // A re-entry with a lease of its own does not extend the others', so it must not put off
         // their renewal.
         if live.is_none() || mode == Mode::Watchdog {
@@ -356,16 +348,37 @@ impl Engine {
             (None, None) => self.drop_hold(now, hold),
         }
         self.finish_op(now, id);
-        // Requests of the same owner do not wait any more: they re-enter.
-        for waiting in self
-            .entries
-            .get(entry)
-            .map(|entry| entry.waiting.clone())
-            .unwrap_or_default()
-        {
+        self.re_enter_waiting(now, entry);
+        self.advance_lock(now, lock);
+    }
+
+    /// Adds a hold to a tenure.
+    pub(super) fn add_hold(
+        &mut self,
+        tenure: TenureId,
+        mode: Mode,
+        until: Time,
+        task: TaskKey,
+    ) -> HoldId {
+        let record = &mut self.tenures[tenure];
+        let hold = self.holds.insert(Hold {
+            tenure,
+            mode,
+            until,
+            task,
+            state: HoldState::Guarded,
+            cell: HoldCell::new(Arc::clone(&record.cell)),
+        });
+        record.holds.push(hold);
+        hold
+    }
+
+    /// Requests of an owner that has the lock do not wait any more: they re-enter.
+    pub(super) fn re_enter_waiting(&mut self, now: Time, entry: EntryId) {
+        let entry = self.entries.get(entry);
+        for waiting in entry.map(|entry| entry.waiting.clone()).unwrap_or_default() {
             self.re_enter(now, waiting);
         }
-        self.advance_lock(now, lock);
     }
 
     fn re_enter(&mut self, now: Time, id: RequestId) {

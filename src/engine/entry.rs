@@ -27,6 +27,8 @@ pub(super) struct Entry {
     is_advancing: bool,
     /// The tenure that is not lost.
     pub(super) tenure: Option<TenureId>,
+    /// The owner that the server knows for it, if the lock was passed on to it.
+    pub(super) acts_as: Option<Owner>,
     /// The requests in the wait queue.
     pub(super) waiting: SmallVec<[RequestId; 2]>,
     /// How many requests to acquire there are.
@@ -136,6 +138,7 @@ impl Entry {
             ops: Operations::default(),
             is_advancing: false,
             tenure: None,
+            acts_as: None,
             waiting: SmallVec::new(),
             requests: 0,
             past: None,
@@ -166,8 +169,14 @@ impl Entry {
         self.ops.first.is_none()
             && !self.is_advancing
             && self.tenure.is_none()
+            && self.acts_as.is_none()
             && self.requests == 0
             && self.past.is_none()
+    }
+
+    /// Whether nothing is pending but what its tenure says, and no other client can be its owner.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.ops.first.is_none() && self.past.is_none() && self.owner.is_private()
     }
 
     pub(super) fn has_operations(&self) -> bool {
@@ -223,11 +232,11 @@ impl Engine {
     }
 
     /// Starts the first operation of an entry.
-    fn advance_entry(&mut self, now: Time, id: EntryId) {
+    pub(super) fn advance_entry(&mut self, now: Time, id: EntryId) {
         if std::mem::replace(&mut self.entries[id].is_advancing, true) {
             return;
         }
-        while let Some(op) = self.entries[id].ops.first {
+        while let Some(op) = self.entries[id].ops.first.filter(|_| !self.is_replaced(id)) {
             if std::mem::replace(&mut self.ops[op].started, true) {
                 break;
             }
@@ -235,6 +244,7 @@ impl Engine {
             self.start_op(now, op);
         }
         self.entries[id].is_advancing = false;
+        self.end_passing(now, id);
         self.remove_if_idle(id);
     }
 
@@ -332,8 +342,10 @@ impl Engine {
             return;
         };
         op.request = None;
+        let entry = op.entry;
         if !op.started {
             self.remove_op(id);
+            self.end_passing(now, entry);
         } else if matches!(op.action, Action::Acquire(_)) && self.timers.is_set(Timer::Op(id)) {
             // For a caller who has gone nothing more is begun.
             self.timers.clear(Timer::Op(id));
@@ -350,7 +362,10 @@ impl Engine {
         let entry = &self.entries[entry];
         Target {
             keys: &self.locks[entry.lock].keys,
-            field: owner_field(self.settings.client_id, entry.owner),
+            field: owner_field(
+                self.settings.client_id,
+                entry.acts_as.unwrap_or(entry.owner),
+            ),
         }
     }
 }

@@ -180,7 +180,10 @@ impl Engine {
         };
         let own = thread_of(&owner, self.settings.client_id)
             .and_then(|thread| Owner::from_thread_id(thread).ok())
-            .map(|owner| self.entry_id(&keys, owner));
+            .map(|owner| {
+                let known = self.entry_known_as(&keys, owner);
+                known.unwrap_or_else(|| self.entry_id(&keys, owner))
+            });
         match own {
             Some(entry) => {
                 let force = Force {

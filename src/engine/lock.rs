@@ -13,6 +13,7 @@ use smallvec::SmallVec;
 
 use super::backoff::Backoff;
 use super::notice::Notice;
+use super::passing::Passed;
 use super::requests::{Outcome, Request};
 use super::timers::Timer;
 use super::{Engine, EntryId, LockId, OpId, Purpose, RequestId, TenureId};
@@ -31,6 +32,8 @@ pub(super) struct Lock {
     /// The tenures of owners of this client.
     pub(super) tenures: SmallVec<[TenureId; 2]>,
     pub(super) wait: WaitQueue,
+    /// Since it was passed on.
+    pub(super) passed: Option<Box<Passed>>,
 }
 
 /// The wait queue of a lock. A lock that is held and not waited for has none.
@@ -86,6 +89,7 @@ impl Lock {
             entries: 0,
             tenures: SmallVec::new(),
             wait: WaitQueue::default(),
+            passed: None,
         }
     }
 }
@@ -117,7 +121,7 @@ impl Waiting {
         self.queue.is_empty() && self.attempt.is_none()
     }
 
-    fn head(&self) -> Option<RequestId> {
+    pub(super) fn head(&self) -> Option<RequestId> {
         self.queue.first_key_value().map(|(_, id)| *id)
     }
 }
@@ -151,14 +155,23 @@ impl DerefMut for WaitQueue {
 impl Engine {
     /// Puts a request at the end of its lock's queue.
     pub(super) fn join_queue(&mut self, now: Time, id: RequestId) {
-        let Some(Request::Acquire(request)) = self.requests.get_mut(id) else {
+        let Some(Request::Acquire(request)) = self.requests.get(id) else {
             return;
         };
         let lock_id = self.entries[request.entry].lock;
+        let is_passed = self.is_passed(lock_id);
+        let (recheck_at, seen) = (now + self.recheck_interval(lock_id), self.epoch_of(lock_id));
+        let Some(Request::Acquire(request)) = self.requests.get_mut(id) else {
+            return;
+        };
         let lock = &mut self.locks[lock_id];
         if request.place.is_none() {
             if lock.wait.queue.is_empty() && lock.wait.attempt.is_none() {
-                lock.wait.has_reason = true;
+                lock.wait.has_reason = !is_passed;
+                if is_passed {
+                    // The owner that has the lock passes it on.
+                    (lock.wait.recheck_at, lock.wait.seen) = (recheck_at, seen);
+                }
             }
             let place = self.next_place;
             self.next_place += 1;
@@ -207,8 +220,16 @@ impl Engine {
                 self.remove_lock_if_idle(id);
                 return;
             };
-            if !lock.wait.has_reason && now < lock.wait.recheck_at {
-                self.timers.set(Timer::Lock(id), lock.wait.recheck_at);
+            let (has_reason, recheck_at) = (lock.wait.has_reason, lock.wait.recheck_at);
+            // What another entry left in the name of this owner has to end first.
+            let is_replaced = self.is_of_replaced(head);
+            if is_replaced || (!has_reason && now < recheck_at) {
+                let at = if is_replaced {
+                    now + FLOOR * 20
+                } else {
+                    recheck_at
+                };
+                self.timers.set(Timer::Lock(id), at);
                 self.listen(id);
                 return;
             }
@@ -228,6 +249,13 @@ impl Engine {
                 }
                 Err(error) => self.complete_acquire(head, Outcome::Failed(error)),
             }
+        }
+    }
+
+    pub(super) fn is_of_replaced(&self, id: RequestId) -> bool {
+        match self.requests.get(id) {
+            Some(Request::Acquire(request)) => self.is_replaced(request.entry),
+            _ => false,
         }
     }
 

@@ -47,6 +47,7 @@ mod errors;
 mod force_unlock;
 mod lock;
 mod notice;
+mod passing;
 mod queries;
 mod release;
 mod renewal;
@@ -60,6 +61,7 @@ mod timers;
 use channels::Channel;
 use entry::{Entry, Op};
 use lock::Lock;
+use passing::Confirmation;
 use renewal::RenewalBatch;
 use requests::Request;
 use shutdown::Closing;
@@ -96,6 +98,8 @@ pub(crate) struct Settings {
     pub(crate) command_timeout: Duration,
     pub(crate) renewal_batch: usize,
     pub(crate) detection: DeadlockDetection,
+    /// For how long a lock is passed on before it is released on the server.
+    pub(crate) passing_time: Duration,
 }
 
 impl Settings {
@@ -136,6 +140,7 @@ enum Purpose {
     Op(OpId),
     Query(RequestId),
     Renewal(RenewalBatch),
+    Confirmation(Confirmation),
     /// Whether the task of the request holds the lock itself, by that tenure.
     Deadlock(RequestId, TenureId),
 }
@@ -234,6 +239,9 @@ impl Engine {
             Some(Purpose::Op(op)) => self.op_replied(now, op, outcome),
             Some(Purpose::Query(request)) => self.query_replied(now, request, outcome),
             Some(Purpose::Renewal(batch)) => self.renewal_replied(now, batch, outcome),
+            Some(Purpose::Confirmation(confirmation)) => {
+                self.confirmation_replied(now, confirmation, outcome);
+            }
             Some(Purpose::Deadlock(request, tenure)) => {
                 self.deadlock_replied(now, request, tenure, outcome);
             }
@@ -251,6 +259,7 @@ impl Engine {
                 }
             }
             Some(Purpose::Renewal(batch)) => batch.sent = batch.sent.max(sent),
+            Some(Purpose::Confirmation(call)) => call.sent = call.sent.max(sent),
             Some(Purpose::Query(_) | Purpose::Deadlock(..)) | None => {}
         }
     }
@@ -303,6 +312,12 @@ impl Engine {
         self.entry_ids.insert((lock, owner.thread_id()), id);
         self.locks[lock].entries += 1;
         id
+    }
+
+    /// The entry of a lock and an owner, if it is in use.
+    fn entry_in_use(&self, keys: &Keys, owner: Owner) -> Option<EntryId> {
+        let lock = self.lock_ids.get(keys)?;
+        self.entry_ids.get(&(*lock, owner.thread_id())).copied()
     }
 
     /// Removes an entry, and then its lock, if nothing needs it any more.

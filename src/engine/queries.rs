@@ -49,7 +49,17 @@ impl Engine {
 
     /// Asks for the hold count of an owner.
     pub(crate) fn count(&mut self, now: Time, keys: &Keys, kind: Kind, owner: Owner) -> RequestId {
-        let field = owner_field(self.settings.client_id, owner);
+        let entry = self.entry_in_use(keys, owner);
+        if self.entry_known_as(keys, owner) != entry {
+            // Another owner has the lock under its name.
+            let id = self.requests.insert(Request::Close);
+            self.complete(id, Outcome::Counted(0));
+            return id;
+        }
+        let field = match entry {
+            Some(entry) => self.target(entry).field,
+            None => owner_field(self.settings.client_id, owner),
+        };
         self.query(now, keys, kind, Question::Count(field))
     }
 
@@ -113,9 +123,12 @@ impl Engine {
                 return;
             }
         };
-        let (kind, name) = (query.kind, query.keys.display());
+        let (kind, keys, name) = (query.kind, query.keys.clone(), query.keys.display());
         let result = match query.what {
-            Question::State => kind.inspected(reply).map(Outcome::Inspected),
+            Question::State => kind.inspected(reply).map(|mut inspected| {
+                inspected.rename_owner(|field| self.owner_known_as(&keys, field));
+                Outcome::Inspected(inspected)
+            }),
             Question::Count(_) => kind.counted(reply).map(Outcome::Counted),
         };
         let outcome = match result {

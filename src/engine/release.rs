@@ -49,6 +49,7 @@ impl Engine {
         };
         let entry = self.tenures[record.tenure].entry;
         let id = self.requests.insert(Request::Release {
+            keys: self.locks[self.entries[entry].lock].keys.clone(),
             entry,
             op: None,
             is_reported,
@@ -68,6 +69,7 @@ impl Engine {
     pub(crate) fn unlock(&mut self, now: Time, keys: &Keys, kind: Kind, owner: Owner) -> RequestId {
         let entry = self.entry_id(keys, owner);
         let id = self.requests.insert(Request::Release {
+            keys: keys.clone(),
             entry,
             op: None,
             is_reported: true,
@@ -128,6 +130,10 @@ impl Engine {
             self.end_lost_hold(now, hold);
             return;
         }
+        if let Some(next) = self.successor(now, hold) {
+            self.pass_on(now, hold, next, request);
+            return;
+        }
         let was_guarded = self.holds[hold].state == HoldState::Guarded;
         self.holds[hold].state = HoldState::Leaving;
         let release = Release {
@@ -148,18 +154,13 @@ impl Engine {
     }
 
     /// A caller waits for a release no longer than this.
-    fn limit_release(&mut self, now: Time, request: RequestId) {
+    pub(super) fn limit_release(&mut self, now: Time, request: RequestId) {
         let limit = now + self.settings.patience();
         self.timers.set(Timer::Request(request), limit);
     }
 
     /// The caller of a release has waited long enough. The release continues without it.
-    pub(super) fn release_limit_reached(
-        &mut self,
-        id: RequestId,
-        entry: EntryId,
-        op: Option<OpId>,
-    ) {
+    pub(super) fn release_limit_reached(&mut self, id: RequestId, lock: String, op: Option<OpId>) {
         let patience = self.settings.patience();
         let (mut refusal, mut unsent) = (None, None);
         if let Some(op) = op.and_then(|op| self.ops.get_mut(op)) {
@@ -177,7 +178,7 @@ impl Engine {
             (None, None) => format!("{address}: no reply within {patience:?}"),
         };
         let error = Error::OutcomeUnknown {
-            lock: self.lock_name(entry),
+            lock,
             step: Step::Release,
             detail,
         };
@@ -336,6 +337,7 @@ impl Engine {
         let release = self.releasing(id);
         let (tenure, is_last) = (release.tenure, release.is_last);
         if is_last {
+            self.confirm_released(self.ops[id].entry);
             self.end_tenure(tenure);
         }
         if let Some(request) = self.ops[id].request.take() {

@@ -74,6 +74,7 @@ pub(super) enum Request {
     Acquire(Acquiring),
     /// A release; the operation knows the request.
     Release {
+        keys: Keys,
         entry: EntryId,
         op: Option<OpId>,
         /// Whether its caller gets to see an unknown outcome.
@@ -153,9 +154,11 @@ impl Engine {
         self.entries[entry].requests += 1;
         if self.is_closed() {
             self.complete_acquire(id, Outcome::Failed(self.closed()));
-        } else if ends == Some(now) {
+        } else if ends == Some(now) && !self.is_held_by_other(entry) {
             // No time to wait: one attempt, past any queue.
             self.begin_attempt(now, id, None);
+        } else if ends == Some(now) {
+            self.complete_acquire(id, Outcome::Contended);
         } else {
             self.route(now, id);
         }
@@ -197,8 +200,11 @@ impl Engine {
             return;
         };
         request.offer = None;
+        let entry = request.entry;
         if self.is_closed() {
             self.complete_acquire(id, Outcome::Failed(self.closed()));
+        } else if self.is_held_by_other(entry) {
+            self.route(now, id);
         } else {
             self.begin_attempt(now, id, None);
         }
@@ -333,9 +339,9 @@ impl Engine {
                     self.wait_is_over(now, id);
                 }
             }
-            Some(Request::Release { entry, op, .. }) => {
-                let (entry, op) = (*entry, op.take());
-                self.release_limit_reached(id, entry, op);
+            Some(Request::Release { keys, op, .. }) => {
+                let (name, op) = (keys.display(), op.take());
+                self.release_limit_reached(id, name, op);
             }
             Some(Request::Force(_)) => self.force_limit_reached(id),
             Some(Request::Query(query)) => {
@@ -358,6 +364,7 @@ impl Engine {
             let waited = self.timeout(self.lock_name(entry), Step::EarlierOperation, limit);
             self.remove_op(op);
             self.complete_acquire(id, Outcome::Failed(waited));
+            self.end_passing(now, entry);
             self.advance_lock(now, lock);
         }
     }

@@ -120,6 +120,11 @@ impl Tenure {
         }
     }
 
+    /// Whether something of it may have to be released that is not there any more for its holds.
+    pub(super) fn may_be_left(&self, now: Time) -> bool {
+        !self.is_cleaned && self.cell.lost(now) != Some(LostReason::Gone)
+    }
+
     /// What the server may still have of it.
     pub(super) fn left_behind(&self, now: Time) -> Option<LeftBehind> {
         let until = self.ends + LATER;
@@ -224,7 +229,15 @@ impl Engine {
                 self.remember_loss(now, entry, hold, reason);
             }
         }
+        if matches!(reason, LostReason::Gone | LostReason::ForceUnlocked) {
+            self.fail_unconfirmed(entry, reason);
+        }
         self.clean_up(now, id);
+        // It may be free, and no message said so.
+        if let Some(lock) = self.entries.get(entry).map(|entry| entry.lock) {
+            self.wake_lock(now, lock);
+        }
+        self.end_passing(now, entry);
         reason
     }
 
@@ -298,6 +311,7 @@ impl Engine {
         self.unschedule(id);
         self.tenures.remove(id);
         self.entries[entry].change_past(|past| past.lost.retain(|other| *other != id));
+        self.end_passing(now, entry);
         self.remove_if_idle(entry);
     }
 

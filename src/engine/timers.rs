@@ -18,6 +18,8 @@ pub(super) enum Timer {
     Query(RequestId),
     /// What an owner left behind has expired.
     Entry(EntryId),
+    /// The pause before a confirmation is repeated.
+    Confirmation(LockId),
     /// Idle subscriptions.
     Channels,
     /// The limit of a shutdown.
@@ -97,6 +99,7 @@ impl Engine {
                 }
                 self.remove_if_idle(entry);
             }
+            Timer::Confirmation(lock) => self.confirmation_is_due(now, lock),
             Timer::Channels => self.end_idle_subscriptions(now),
             Timer::Closing => self.closing_limit_reached(),
         }

@@ -79,6 +79,8 @@ pub(super) enum What {
     },
     Release {
         lock: usize,
+        /// The owner as the server knew it when the release began.
+        known: Owner,
     },
     Unlock {
         lock: usize,
@@ -95,7 +97,7 @@ impl What {
     fn lock(self) -> Option<usize> {
         match self {
             Self::Acquire { lock, .. }
-            | Self::Release { lock }
+            | Self::Release { lock, .. }
             | Self::Unlock { lock, .. }
             | Self::Force { lock } => Some(lock),
             Self::Query | Self::Close => None,
@@ -353,7 +355,7 @@ impl World {
         );
         other.link.requests == 0
             && !pending
-            && !other.engine.has_entry(keys, owner)
+            && !other.engine.knows(keys, owner)
             && self.database.owner(&keys.name).is_none()
     }
 
@@ -378,11 +380,13 @@ impl World {
     pub(super) fn release(&mut self, client: usize, caller: usize, guard: &Guard) {
         self.oracle.end(client, guard.hold);
         let (hold, lock) = (guard.hold, guard.lock);
+        let keys = &self.locks[lock];
+        let known = self.clients[client].engine.known_owner(keys, guard.owner);
         let is_reported = self.rng.random_bool(0.7);
         self.track(
             client,
             Some(caller),
-            What::Release { lock },
+            What::Release { lock, known },
             |engine, now| engine.release(now, hold, is_reported),
         );
     }
@@ -484,8 +488,22 @@ impl World {
                     return;
                 };
                 self.figures.grants += 1;
-                let field = owner_field(self.clients[client].id, owner);
+                let id = self.clients[client].id;
                 let name = self.locks[lock].name.clone();
+                let keys = &self.locks[lock];
+                let field = self.clients[client].engine.known_field(keys, owner);
+                let is_passed = field != owner_field(id, owner)
+                    || self.oracle.grant(run, &name, &field).is_none();
+                if is_passed && !self.plan.passing_time.is_zero() {
+                    // Under the last grant of the server.
+                    if let Some(run) = self.oracle.last_grant(&name, &field) {
+                        self.met("passed on");
+                        if let Some(tracked) = self.clients[client].tracked.get_mut(&request) {
+                            tracked.run = run;
+                        }
+                    }
+                }
+                let run = self.clients[client].tracked[&request].run;
                 if self.oracle.grant(run, &name, &field).is_none() {
                     self.fail(format!(
                         "{request:?} is granted, and the server did not grant it"
@@ -565,7 +583,19 @@ impl World {
                 "{request:?} freed the lock by force, and ends with {outcome:?}"
             ));
         }
-        if let What::Release { lock } | What::Unlock { lock, .. } = tracked.what {
+        if let (What::Release { lock, known }, Outcome::Done) = (tracked.what, &outcome) {
+            let name = &self.locks[lock].name;
+            let field = owner_field(self.clients[client].id, known);
+            let record = &self.clients[client];
+            // A repeated release that finds nothing was done by a copy of it, or is too late.
+            let is_repeated = record.health.troubled >= tracked.begun || !record.link.is_up;
+            if !is_repeated && !self.oracle.was_seen(client, name, &field, tracked.begun) {
+                self.fail(format!(
+                    "{request:?} is done, and the server has not seen the hold since"
+                ));
+            }
+        }
+        if let What::Release { lock, .. } | What::Unlock { lock, .. } = tracked.what {
             if is_refused {
                 let name = self.locks[lock].name.clone();
                 self.oracle.leave(client, name);
@@ -648,8 +678,9 @@ impl World {
                                 None => self.fail("a guard has no token".to_owned()),
                             }
                         }
-                        let field = owner_field(self.clients[client].id, owner);
-                        let name = &self.locks[lock].name;
+                        let keys = &self.locks[lock];
+                        let name = &keys.name;
+                        let field = self.clients[client].engine.known_field(keys, owner);
                         let born = self.oracle.grant(run, name, &field).unwrap_or_default();
                         self.oracle.sure.push(Sure {
                             client,
@@ -693,7 +724,7 @@ impl World {
         self.met("request cancelled");
         self.note(|_| format!("client {client} cancels {request:?}"));
         self.input(client, |engine, now| engine.cancel(now, request));
-        if let What::Release { lock } | What::Unlock { lock, .. } = tracked.what {
+        if let What::Release { lock, .. } | What::Unlock { lock, .. } = tracked.what {
             // Nobody sees how it ends.
             let name = self.locks[lock].name.clone();
             self.oracle.leave(client, name);

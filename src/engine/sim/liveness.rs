@@ -15,7 +15,7 @@ use crate::time::Time;
 #[derive(Debug, Default)]
 pub(super) struct Health {
     /// When that was last; it may be known beforehand.
-    troubled: Time,
+    pub(super) troubled: Time,
     /// When the server refused something last.
     refused: Time,
     /// By how much its timers and its process were late, all together.
@@ -123,8 +123,15 @@ impl World {
                 error,
                 Error::Connection { .. } | Error::OutcomeUnknown { .. }
             );
-            let is_excused =
-                tracked.is_resumed || !record.is_open() || record.health.refused >= tracked.begun;
+            // The lock that was passed on was lost, so there is nothing left to confirm it with.
+            let is_unconfirmed = matches!(
+                error,
+                Error::OutcomeUnknown { detail, .. } if detail.contains("was not confirmed")
+            );
+            let is_excused = tracked.is_resumed
+                || is_unconfirmed
+                || !record.is_open()
+                || record.health.refused >= tracked.begun;
             if is_silence && !is_excused {
                 return Some(format!(
                     "{:?} is tried for {elapsed:?} only: {error:?}",

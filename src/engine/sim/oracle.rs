@@ -88,6 +88,8 @@ pub(super) struct Oracle {
     left: BTreeSet<(usize, Bytes)>,
     /// Since when a lock is free whose release was published.
     freed: BTreeMap<Bytes, Time>,
+    /// When a renewal or a release of a client found the lock held by that owner last.
+    seen: BTreeMap<(usize, Bytes, Bytes), Time>,
 }
 
 impl Oracle {
@@ -120,6 +122,12 @@ impl Oracle {
         }
     }
 
+    /// Whether a renewal or a release of the client has found the lock held by that owner since.
+    pub(super) fn was_seen(&self, client: usize, name: &Bytes, field: &Bytes, since: Time) -> bool {
+        let key = (client, name.clone(), field.clone());
+        self.seen.get(&key).is_some_and(|at| *at >= since)
+    }
+
     pub(super) fn forget_client(&mut self, client: usize) {
         self.sure.retain(|sure| sure.client != client);
     }
@@ -131,6 +139,14 @@ impl Oracle {
             .iter()
             .find(|granted| granted.name == name && granted.field == field)
             .map(|granted| granted.born)
+    }
+
+    /// The last run that granted the lock to that owner.
+    pub(super) fn last_grant(&self, name: &Bytes, field: &Bytes) -> Option<u64> {
+        let is_one = |granted: &Granted| granted.name == name && granted.field == field;
+        let mut runs = self.granted.iter().rev();
+        runs.find(|(_, granted)| granted.iter().any(is_one))
+            .map(|(run, _)| *run)
     }
 
     /// The server lost its data: the tokens begin again.
@@ -207,6 +223,14 @@ impl World {
                     self.forced(client, &name, run);
                 }
             }
+            if let (Some((client, _)), Some(field), true) = (
+                call,
+                &owner,
+                is_renewal || is_release || is(&SIMPLE_RELEASE),
+            ) {
+                let key = (client, name.clone(), field.clone());
+                self.oracle.seen.insert(key, self.now);
+            }
             if let Some(field) = owner.filter(|owner| after.as_ref() != Some(owner)) {
                 // A client loses its own holds before it frees its own owner by force, unless it
                 // frees any owner. Two clients with one id do not know the owners of each other.
@@ -246,6 +270,8 @@ impl World {
                     }
                 }
                 if field == owner {
+                    // This client's release is published.
+                    self.oracle.foreign.remove(&(client, name.clone()));
                     let born = self.database.born(&name).unwrap_or_default();
                     let granted = Granted {
                         name: name.clone(),
@@ -370,7 +396,7 @@ impl World {
             }
             let rival = self.oracle.sure[..at].iter().find(|other| {
                 other.lock == sure.lock
-                    && other.field != sure.field
+                    && (other.field != sure.field || other.owner != sure.owner)
                     && other.is_sure(now)
                     && !self.oracle.was_taken(name, &other.field, other.run)
             });
@@ -429,7 +455,10 @@ impl World {
             let key = (client, queue.name.clone());
             let bound = match self.plan.recheck {
                 // A late copy of an older attempt may have run last.
-                _ if !self.plan.is_unfenced && self.oracle.foreign.contains(&key) => {
+                _ if !self.plan.is_unfenced
+                    && !queue.is_passed
+                    && self.oracle.foreign.contains(&key) =>
+                {
                     Duration::from_millis(100)
                 }
                 Some(recheck) => recheck,
@@ -454,6 +483,7 @@ impl World {
                     messages.trusted_since + Duration::from_secs(1)
                 };
                 if queue.is_confirmed
+                    && !queue.is_passed
                     && *since <= self.now
                     && messages.pending == 0
                     && queue.look_at.is_none_or(|at| at > bound)
@@ -494,7 +524,7 @@ impl World {
                 };
                 let is_left = self.oracle.left.contains(&(client, name.clone()));
                 let owner = Owner::from_thread_id(thread).unwrap();
-                if !is_left && !engine.has_entry(keys, owner) {
+                if !is_left && !engine.knows(keys, owner) {
                     return Some(format!(
                         "client {client} left {field:?} on the server, and does not know it"
                     ));

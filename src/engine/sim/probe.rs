@@ -10,7 +10,7 @@ use super::super::timers::Timer;
 use super::super::{CallId, Engine, Purpose, RequestId};
 use crate::keys::Keys;
 use crate::lease_cell::LeaseCell;
-use crate::owner::Owner;
+use crate::owner::{Owner, owner_field};
 use crate::time::Time;
 
 /// The wait queue of a lock.
@@ -21,6 +21,8 @@ pub(super) struct QueueState {
     /// When the head looks again.
     pub(super) look_at: Option<Time>,
     pub(super) is_confirmed: bool,
+    /// Whether the lock was passed on, and the release of the owner that has it has not ended.
+    pub(super) is_passed: bool,
 }
 
 /// A tenure that is held by the engine's record while none of the owner's operations is pending.
@@ -32,9 +34,21 @@ pub(super) struct Recorded {
 }
 
 impl Engine {
-    pub(super) fn has_entry(&self, keys: &Keys, owner: Owner) -> bool {
-        let lock = self.lock_ids.get(keys);
-        lock.is_some_and(|lock| self.entry_ids.contains_key(&(*lock, owner.thread_id())))
+    /// Whether there is an entry that the server knows as that owner.
+    pub(super) fn knows(&self, keys: &Keys, owner: Owner) -> bool {
+        self.entry_known_as(keys, owner).is_some()
+    }
+
+    /// The owner as the server knows it.
+    pub(super) fn known_owner(&self, keys: &Keys, owner: Owner) -> Owner {
+        let entry = self.entry_in_use(keys, owner);
+        let acts_as = entry.and_then(|entry| self.entries[entry].acts_as);
+        acts_as.unwrap_or(owner)
+    }
+
+    /// The name of an owner on the server.
+    pub(super) fn known_field(&self, keys: &Keys, owner: Owner) -> Bytes {
+        owner_field(self.settings.client_id, self.known_owner(keys, owner))
     }
 
     /// The owner for which the head of a wait queue makes an attempt.
@@ -56,7 +70,7 @@ impl Engine {
     pub(super) fn is_awaited(&self, call: CallId) -> bool {
         match self.calls.get(call) {
             Some(Purpose::Op(op)) => self.ops.contains_key(*op),
-            Some(Purpose::Renewal(_)) => true,
+            Some(Purpose::Renewal(_) | Purpose::Confirmation(_)) => true,
             _ => false,
         }
     }
@@ -85,6 +99,7 @@ impl Engine {
                 has_attempt: lock.wait.attempt.is_some(),
                 look_at: self.timers.when(Timer::Lock(id)),
                 is_confirmed: self.is_confirmed(id),
+                is_passed: lock.passed.is_some(),
             })
     }
 
@@ -170,7 +185,9 @@ impl Engine {
                     let has_op = matches!(request, Request::Force(forcing) if forcing.op.is_some());
                     !has_call && !has_op && !self.timers.is_set(Timer::Query(id))
                 }
-                Request::Release { op, .. } => !op.is_some_and(|op| self.ops.contains_key(op)),
+                Request::Release { op, .. } => {
+                    !op.is_some_and(|op| self.ops.contains_key(op)) && !self.is_unconfirmed(id)
+                }
                 Request::Close => false,
             };
             if is_lost {

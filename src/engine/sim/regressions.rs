@@ -47,6 +47,7 @@ impl Bench {
             command_timeout: Duration::from_secs(1),
             renewal_batch: 100,
             detection: DeadlockDetection::Warn,
+            passing_time: std::time::Duration::ZERO,
         };
         Self {
             engine: Engine::new(settings, 1),

@@ -60,6 +60,7 @@ impl Small {
         plan.latency = Duration::from_millis(1);
         plan.is_fifo = true;
         plan.gathers = false;
+        plan.passing_time = Duration::from_secs(1);
         plan.think = Duration::ZERO;
         plan.is_adopted = false;
         plan.is_unfenced = false;

@@ -78,6 +78,8 @@ pub(super) struct Plan {
     pub(super) recheck: Option<Duration>,
     pub(super) renewal_batch: usize,
     pub(super) detection: DeadlockDetection,
+    /// For how long a lock is passed on.
+    pub(super) passing_time: Duration,
     pub(super) latency: Duration,
     /// Whether calls of one connection keep their order.
     pub(super) is_fifo: bool,
@@ -118,12 +120,35 @@ impl Plan {
             _ => (0, *[1, 1, 2].choose(rng).unwrap()),
         };
         let is_unfenced = rng.random_bool(0.1);
+        // Many that want one lock, so that it is passed on often.
+        let is_crowded = rng.random_bool(0.2);
+        let (locks, simple) = match simple {
+            _ if !is_crowded => (locks, simple),
+            0 => (1, 0),
+            _ => (0, 1),
+        };
+        let callers: &[usize] = if is_crowded {
+            &[6, 10]
+        } else {
+            &[1, 2, 2, 3, 4]
+        };
+        let passing = [0, 10, 1_000].map(Duration::from_millis);
+        // One after the other, they have to end within the time of a world.
+        let thinks = match is_crowded {
+            true => [latency, latency * 5].to_vec(),
+            false => [latency, latency * 5, watchdog / 10, watchdog / 2].to_vec(),
+        };
+        let fenced: &[f64] = if is_crowded {
+            &[0.0]
+        } else {
+            &[0.0, 0.3, 0.5, 1.0]
+        };
         Self {
             clients: *[1, 2, 2, 2, 3, 4].choose(rng).unwrap(),
             locks,
             simple,
-            fenced: *[0.0, 0.3, 0.5, 1.0].choose(rng).unwrap(),
-            callers: *[1, 2, 2, 3, 4].choose(rng).unwrap(),
+            fenced: *fenced.choose(rng).unwrap(),
+            callers: *callers.choose(rng).unwrap(),
             foreign: *[0, 0, 1, 2].choose(rng).unwrap() * locks.min(1),
             programs: *[0, 1, 1, 2].choose(rng).unwrap() * simple.min(1),
             server_rate: *[1.0, 1.0, 0.95, 1.02, 1.08].choose(rng).unwrap(),
@@ -148,9 +173,8 @@ impl Plan {
             latency,
             is_fifo: rng.random_bool(0.7),
             gathers: rng.random_bool(0.5),
-            think: *[latency, latency * 5, watchdog / 10, watchdog / 2]
-                .choose(rng)
-                .unwrap(),
+            passing_time: *passing.choose(rng).unwrap(),
+            think: *thinks.choose(rng).unwrap(),
             longest_lease: *[watchdog / 10, watchdog, watchdog * 3].choose(rng).unwrap(),
             actions: rng.random_range(10..40),
             faults: faults & ((1 << FAULTS.len()) - 1),
@@ -447,6 +471,7 @@ impl World {
                     command_timeout: plan.command_timeout,
                     renewal_batch: plan.renewal_batch,
                     detection: plan.detection,
+                    passing_time: plan.passing_time,
                 };
                 Client {
                     id,
