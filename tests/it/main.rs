@@ -38,6 +38,7 @@ mod login;
 mod many_waiters;
 mod memory;
 mod outages;
+mod passing;
 mod porting;
 mod processes;
 mod reentrancy;

@@ -113,6 +113,8 @@ impl Contenders {
             .arg(LEASE.as_millis() as u64)
             .exec(&mut redis)
             .unwrap();
+        // Where each release is counted, each has to be made on the server.
+        let passing = if recheck == LEASE { "0" } else { "10" };
         let (waiters_setting, recheck) = (waiters.to_string(), recheck.as_millis().to_string());
         let settings = [
             ("URL", url),
@@ -122,6 +124,7 @@ impl Contenders {
             ("SERVED", &served),
             ("WAITERS", &waiters_setting),
             ("RECHECK", &recheck),
+            ("PASSING", passing),
         ];
         let workers = (0..processes)
             .map(|_| Worker::start("many_waiters::worker_process", "wait", &settings))
@@ -298,8 +301,10 @@ async fn worker_process() {
     }
     let mut redis = patient_connection(&setting("PLAIN")).await;
     let recheck = Duration::from_millis(setting("RECHECK").parse().unwrap());
+    let passing = Duration::from_millis(setting("PASSING").parse().unwrap());
     let builder = LockClient::builder()
         .watchdog_timeout(LEASE)
+        .passing_time(passing)
         .recheck_interval(recheck);
     let client = builder.connect(&setting("URL")).await.unwrap();
     let lock = client.lock(setting("LOCK"));

@@ -148,7 +148,8 @@ async fn local_handover_costs_one_release_and_one_attempt() {
     const WAITERS: u64 = 200;
     let server = Server::start();
     let mut redis = server.connection();
-    let client = rare_rechecks().connect(&server.url()).await.unwrap();
+    let builder = rare_rechecks().passing_time(Duration::ZERO);
+    let client = builder.connect(&server.url()).await.unwrap();
     let name = unique("stock");
     let guard = client.lock(&name).lock().await.unwrap();
     let waiters: Vec<_> = (0..WAITERS).map(|_| waiter(&client, &name)).collect();
