@@ -24,7 +24,7 @@ mutants: ## Put each defect of .ci/mutants.list in, and see the simulation find 
 	python3 .ci/mutants
 
 chaos: ## Run random faults against several processes, and judge (CHAOS_SECONDS=6..86400 CHAOS_SEED=any)
-	CHAOS_SECONDS=$${CHAOS_SECONDS:-60} bash .ci/with-redis cargo test --test chaos -- --exact random_faults_break_no_promise --nocapture
+	CHAOS_SECONDS=$${CHAOS_SECONDS:-60} bash .ci/with-redis cargo test --all-features --test chaos -- --exact random_faults_break_no_promise --nocapture
 
 interop: ## Run the scenarios side by side with every Redisson version and with redis-py (needs a JDK, Maven, Python)
 	bash .ci/with-redis bash .ci/interop
@@ -48,7 +48,7 @@ package: ## Pack the library as it would be published, and check the list of fil
 	bash .ci/package
 
 doc: ## Build the documentation; a warning is an error
-	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
+	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --all-features
 
 ci: ## Run everything that has to pass before a change lands
 	bash .ci/run

@@ -225,6 +225,8 @@ pub struct LockClientBuilder {
     watchdog_timeout: Option<Duration>,
     recheck_interval: Option<Duration>,
     retry_timeout: Option<Duration>,
+    #[cfg(feature = "tls")]
+    tls: Option<crate::tls::Tls>,
     connect_timeout: Option<Duration>,
     connect_retry: Duration,
     command_timeout: Option<Duration>,
@@ -357,7 +359,16 @@ impl LockClientBuilder {
         self
     }
 
-    /// Connects to `redis://[user[:password]@]host[:port][/database]`; `valkey://` means the same.
+    /// How TLS connections are made. Default: with the system's root certificates. Needs the
+    /// feature `tls`, and a URL that begins with `rediss://` or `valkeys://`.
+    #[cfg(feature = "tls")]
+    pub fn tls(mut self, tls: crate::tls::Tls) -> Self {
+        self.tls = Some(tls);
+        self
+    }
+
+    /// Connects to `redis://[user[:password]@]host[:port][/database]`; `valkey://` means the same,
+    /// and `rediss://` and `valkeys://` mean the same with TLS (feature `tls`).
     ///
     /// # Errors
     /// As [`LockClient::connect`]; [`Error::InvalidConfig`] also for a setting out of bounds.
@@ -375,7 +386,11 @@ impl LockClientBuilder {
             Limit::new(config.command_timeout, config.longest_reply),
         )?;
         let (owner_policy, retry) = (self.owner_policy, self.connect_retry);
+        #[cfg(feature = "tls")]
+        let tls = self.tls;
         let open = async move || {
+            #[cfg(feature = "tls")]
+            let settings = settings.secured(tls)?;
             let (driver, work) = open_in_time(config, settings, client_id, retry).await?;
             let handle = Handle {
                 driver,

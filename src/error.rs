@@ -9,6 +9,8 @@ mod connection;
 mod server;
 
 pub use connection::ConnectionError;
+#[cfg(feature = "tls")]
+pub use connection::TlsProblem;
 pub use server::{ServerError, ServerErrorKind};
 
 /// Why an operation failed.

@@ -88,6 +88,8 @@ mod owner;
 mod script;
 mod stats;
 mod time;
+#[cfg(feature = "tls")]
+mod tls;
 mod wire;
 
 pub use client::{LockClient, LockClientBuilder};
@@ -101,6 +103,8 @@ pub use lock::kinds::{Fenced, LockKind, Reentrant, ReentrantKind, Simple};
 pub use lock::request::{LockRequest, TryLockRequest};
 pub use owner::{ClientId, Owner, OwnerExt, OwnerPolicy, WithOwner};
 pub use stats::{Losses, Stats};
+#[cfg(feature = "tls")]
+pub use {error::TlsProblem, tls::Tls};
 
 /// The README's programs, so that they compile.
 #[cfg(doctest)]

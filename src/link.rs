@@ -12,6 +12,8 @@ mod pubsub;
 mod settings;
 mod setup;
 mod supervisor;
+#[cfg(feature = "tls")]
+mod tls;
 
 pub(crate) use client::Link;
 pub(crate) use limit::Limit;

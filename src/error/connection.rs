@@ -4,6 +4,12 @@ use std::{fmt, io};
 
 use super::Error;
 
+#[cfg(feature = "tls")]
+mod tls;
+
+#[cfg(feature = "tls")]
+pub use tls::TlsProblem;
+
 /// Why a connection failed: the source of [`Error::Connection`](crate::Error::Connection).
 ///
 /// ```no_run
@@ -26,35 +32,61 @@ use super::Error;
 pub struct ConnectionError {
     kind: io::ErrorKind,
     message: String,
+    #[cfg(feature = "tls")]
+    tls: Option<TlsProblem>,
 }
 
 impl ConnectionError {
+    /// Stands for the error of a server that answers in plain text where TLS is expected.
+    pub(crate) const PLAIN_TEXT: &str = "plain text instead of TLS";
+
     /// The kind of I/O error, as the operating system reported it; [`io::ErrorKind::InvalidData`]
-    /// if another service than Redis or Valkey answers; [`io::ErrorKind::TimedOut`] if a connection
-    /// was lost and the server does not answer the attempts to replace it;
-    /// [`io::ErrorKind::Other`] if none was reported.
+    /// if another service than Redis or Valkey answers, or if there can be no TLS connection;
+    /// [`io::ErrorKind::TimedOut`] if a connection was lost and the server does not answer the
+    /// attempts to replace it; [`io::ErrorKind::Other`] if none was reported.
     #[must_use]
     pub fn kind(&self) -> io::ErrorKind {
         self.kind
     }
 
+    /// Why there can be no TLS connection; `None` if that is not the reason.
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn tls_problem(&self) -> Option<TlsProblem> {
+        self.tls
+    }
+
     /// Another service answers there.
     pub(crate) fn foreign(message: String) -> Self {
+        Self::new(io::ErrorKind::InvalidData, message)
+    }
+
+    fn new(kind: io::ErrorKind, message: String) -> Self {
         Self {
-            kind: io::ErrorKind::InvalidData,
+            kind,
             message,
+            #[cfg(feature = "tls")]
+            tls: None,
         }
     }
 
     /// An I/O error that the client library wrote as text: `Os { code: .., kind: .., message: ..
     /// }`.
     pub(crate) fn from_debug(text: &str) -> Self {
+        #[cfg(feature = "tls")]
+        if let Some(problem) = TlsProblem::from_debug(text) {
+            let message = problem.explain(text);
+            return Self {
+                tls: Some(problem),
+                ..Self::foreign(message)
+            };
+        }
         let after = |start| Some(text.split_once(start)?.1);
         let kind = after("kind: ").and_then(|rest| rest.split([',', ' ', '}']).next());
         let quoted = after("message: \"").or_else(|| after("error: \""));
         let message = quoted.and_then(|rest| rest.split('"').next());
-        Self {
-            kind: match kind {
+        Self::new(
+            match kind {
                 Some("ConnectionRefused") => io::ErrorKind::ConnectionRefused,
                 Some("ConnectionReset") => io::ErrorKind::ConnectionReset,
                 Some("ConnectionAborted") => io::ErrorKind::ConnectionAborted,
@@ -66,17 +98,14 @@ impl ConnectionError {
                 Some("NotFound") => io::ErrorKind::NotFound,
                 _ => io::ErrorKind::Other,
             },
-            message: message.unwrap_or(text).to_owned(),
-        }
+            message.unwrap_or(text).to_owned(),
+        )
     }
 }
 
 impl From<String> for ConnectionError {
     fn from(message: String) -> Self {
-        Self {
-            kind: io::ErrorKind::Other,
-            message,
-        }
+        Self::new(io::ErrorKind::Other, message)
     }
 }
 
@@ -85,10 +114,7 @@ impl From<Error> for ConnectionError {
     fn from(error: Error) -> Self {
         match error {
             Error::Connection { error, .. } => error,
-            Error::Timeout { .. } => Self {
-                kind: io::ErrorKind::TimedOut,
-                message: error.to_string(),
-            },
+            Error::Timeout { .. } => Self::new(io::ErrorKind::TimedOut, error.to_string()),
             error => error.to_string().into(),
         }
     }

@@ -50,6 +50,9 @@ impl Connection {
                 () = connection.ended() => {
                     Err(fred::error::Error::new(ErrorKind::IO, "the connection was lost again"))
                 }
+                () = settings.answers_in_plain_text() => {
+                    Err(fred::error::Error::new(ErrorKind::IO, ConnectionError::PLAIN_TEXT))
+                }
             }
         };
         let timed_out = settings.connect_timed_out();

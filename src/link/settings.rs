@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use fred::types::RespVersion;
+#[cfg(feature = "tls")]
+use fred::types::config::ServerConfig;
 use fred::types::config::{Config, ConnectionConfig, PerformanceConfig};
 use url::{ParseError, Url};
 
@@ -18,6 +20,8 @@ pub(crate) struct Settings {
     connection_name: Arc<str>,
     connect_timeout: Duration,
     limit: Arc<Limit>,
+    /// Whether the URL asks for TLS.
+    is_secure: bool,
 }
 
 impl Settings {
@@ -29,7 +33,8 @@ impl Settings {
         limit: Limit,
     ) -> Result<Self, Error> {
         // No message repeats the URL: it may contain a password.
-        const NO_SCHEME: &str = "it does not begin with redis:// or valkey://";
+        const NO_SCHEME: &str =
+            "it does not begin with redis://, rediss://, valkey:// or valkeys://";
         const ESCAPES: &str = "a /, ?, # or % in the user or password is not percent-encoded";
         // As URL parsers do: spaces and control characters around a URL do not count, nor do tabs
         // and line ends in it.
@@ -39,9 +44,12 @@ impl Settings {
             .filter(|c| !matches!(c, '\t' | '\n' | '\r'))
             .collect();
         let (scheme, rest) = text.split_once("://").ok_or_else(|| refused(NO_SCHEME))?;
-        match scheme.to_ascii_lowercase().as_str() {
-            "redis" | "valkey" => {}
-            "rediss" | "valkeys" => return Err(refused("TLS is not supported yet")),
+        let is_secure = match scheme.to_ascii_lowercase().as_str() {
+            "redis" | "valkey" => false,
+            "rediss" | "valkeys" if cfg!(feature = "tls") => true,
+            "rediss" | "valkeys" => {
+                return Err(refused("TLS needs the feature `tls` of redisson-lock"));
+            }
             "unix" | "redis+unix" | "valkey+unix" | "redis+socket" => {
                 return Err(refused("unix sockets are not supported yet"));
             }
@@ -52,7 +60,7 @@ impl Settings {
                 return Err(refused("sentinels are not supported yet"));
             }
             _ => return Err(refused(NO_SCHEME)),
-        }
+        };
         let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
         // `redis://:pa/ss@host`: what seems to be the host is a part of the password.
         if rest[authority.len()..].contains('@') && !is_host_and_database(authority, rest) {
@@ -83,8 +91,9 @@ impl Settings {
         {
             return Err(refused("the database is not a number from 0 to 255"));
         }
-        let mut config =
-            Config::from_url_centralized(url).map_err(|problem| refused(problem.details()))?;
+        // With a scheme for TLS the client library would read the system's certificates here.
+        let mut config = Config::from_url_centralized(&format!("redis://{rest}"))
+            .map_err(|problem| refused(problem.details()))?;
         // RESP3 distinguishes push messages from replies, and maps from lists
         // (https://github.com/redis/redis-specifications).
         config.version = RespVersion::RESP3;
@@ -106,7 +115,46 @@ impl Settings {
             connection_name: connection_name.into(),
             connect_timeout,
             limit: Arc::new(limit),
+            is_secure,
         })
+    }
+
+    /// The same settings with TLS if the URL asks for it. Reads the system's certificates.
+    #[cfg(feature = "tls")]
+    pub(crate) fn secured(mut self, tls: Option<crate::tls::Tls>) -> Result<Self, Error> {
+        if !self.is_secure {
+            return match tls {
+                None => Ok(self),
+                Some(_) => Err(Error::InvalidConfig {
+                    setting: "tls",
+                    problem: "the URL does not ask for TLS".to_owned(),
+                    allowed: "a URL that begins with rediss:// or valkeys://",
+                }),
+            };
+        }
+        let tls = tls.unwrap_or_default();
+        if let (Some(name), ServerConfig::Centralized { server }) =
+            (tls.server_name.as_deref(), &mut self.config.server)
+        {
+            super::tls::check_name(name)?;
+            server.tls_server_name = Some(name.into());
+        }
+        self.config.tls = Some(super::tls::connector(&tls)?.into());
+        Ok(self)
+    }
+
+    /// Resolves if the server answers in plain text where TLS is expected.
+    pub(super) async fn answers_in_plain_text(&self) {
+        #[cfg(feature = "tls")]
+        if self.is_secure {
+            let patience = (self.connect_timeout / 4).min(Duration::from_secs(1));
+            for server in self.config.server.hosts() {
+                if super::tls::answers_in_plain_text(&server.host, server.port, patience).await {
+                    return;
+                }
+            }
+        }
+        std::future::pending().await
     }
 
     /// The name that `CLIENT LIST` shows for the connections.
@@ -200,6 +248,7 @@ impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Settings")
             .field("hosts", &self.config.server.hosts())
+            .field("is_secure", &self.is_secure)
             .field("database", &self.config.database)
             .field("connect_timeout", &self.connect_timeout)
             .field("limit", &self.limit)
@@ -263,7 +312,11 @@ fn refused(problem: &str) -> Error {
     Error::InvalidConfig {
         setting: "url",
         problem: problem.to_owned(),
-        allowed: "redis://[user[:password]@]host[:port][/database], or valkey://",
+        allowed: if cfg!(feature = "tls") {
+            "redis://[user[:password]@]host[:port][/database], or valkey://, rediss://, valkeys://"
+        } else {
+            "redis://[user[:password]@]host[:port][/database], or valkey://"
+        },
     }
 }
 

@@ -12,7 +12,11 @@ use redisson_lock::{
 };
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-const URLS: &str = "(allowed: redis://[user[:password]@]host[:port][/database], or valkey://)";
+const URLS: &str = if cfg!(feature = "tls") {
+    "(allowed: redis://[user[:password]@]host[:port][/database], or valkey://, rediss://, valkeys://)"
+} else {
+    "(allowed: redis://[user[:password]@]host[:port][/database], or valkey://)"
+};
 
 #[track_caller]
 fn assert_error<T: std::fmt::Debug>(answer: Result<T, Error>, is: fn(&Error) -> bool, text: &str) {
@@ -24,19 +28,12 @@ fn assert_error<T: std::fmt::Debug>(answer: Result<T, Error>, is: fn(&Error) -> 
 
 #[tokio::test]
 async fn invalid_urls_are_refused_with_what_is_wrong() {
+    const NO_SCHEME: &str = "it does not begin with redis://, rediss://, valkey:// or valkeys://";
     for (url, problem) in [
-        (
-            "127.0.0.1:6379",
-            "it does not begin with redis:// or valkey://",
-        ),
-        ("localhost", "it does not begin with redis:// or valkey://"),
-        (
-            "http://localhost",
-            "it does not begin with redis:// or valkey://",
-        ),
-        ("", "it does not begin with redis:// or valkey://"),
-        ("rediss://localhost", "TLS is not supported yet"),
-        ("valkeys://localhost", "TLS is not supported yet"),
+        ("127.0.0.1:6379", NO_SCHEME),
+        ("localhost", NO_SCHEME),
+        ("http://localhost", NO_SCHEME),
+        ("", NO_SCHEME),
         (
             "redis-cluster://localhost",
             "clusters are not supported yet",

@@ -57,6 +57,8 @@ mod simple_scripts;
 mod spans;
 mod stats;
 mod subscription;
+#[cfg(feature = "tls")]
+mod tls;
 mod unknown_outcome;
 mod unlock;
 mod unpolled_requests;

@@ -31,10 +31,21 @@ pub struct Worker(Child);
 impl Worker {
     /// Starts a worker that runs this test with these settings, which [`setting`] returns.
     pub fn start(test: &str, role: &str, settings: &[(&str, &str)]) -> Self {
+        Self::start_with(test, role, settings, &[])
+    }
+
+    /// The same, with variables of the environment.
+    pub fn start_with(
+        test: &str,
+        role: &str,
+        settings: &[(&str, &str)],
+        variables: &[(&str, &str)],
+    ) -> Self {
         let mut command = Command::new(std::env::current_exe().expect("this binary"));
         command
             .args([test, "--exact", "--nocapture", "--test-threads=1"])
-            .env(ROLE, role);
+            .env(ROLE, role)
+            .envs(variables.iter().copied());
         for (name, value) in settings {
             command.env(format!("{SETTING}{name}"), value);
         }

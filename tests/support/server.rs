@@ -47,6 +47,7 @@ const POLL: Duration = Duration::from_millis(5);
 pub struct Server {
     url: String,
     port: u16,
+    tls_port: Option<u16>,
     /// `None` for the server named by `REDIS_URL`, which the tests do not control.
     own: Option<Own>,
 }
@@ -64,6 +65,18 @@ struct Own {
 pub struct Builder {
     args: Vec<String>,
     password: Option<String>,
+    tls: Option<TlsFiles>,
+}
+
+/// What a server has for TLS, as PEM text.
+#[derive(Debug, Clone)]
+pub struct TlsFiles {
+    pub certificate: String,
+    pub key: String,
+    /// The authority of the clients' certificates.
+    pub ca: String,
+    /// Whether clients need a certificate.
+    pub asks_clients: bool,
 }
 
 impl Builder {
@@ -99,18 +112,32 @@ impl Builder {
         self
     }
 
+    /// Accepts TLS connections on another port, see [`Server::tls_url`].
+    pub fn tls(mut self, files: TlsFiles) -> Self {
+        self.tls = Some(files);
+        self
+    }
+
     /// Starts the server and waits until it replies.
     pub fn start(self) -> Server {
         let login = self.password.map(|p| format!(":{p}@")).unwrap_or_default();
         let deadline = Instant::now() + START_LIMIT;
         loop {
             let port = free_port();
+            let dir = TempDir::with_prefix("redisson-lock-test-").expect("a temporary folder");
+            let mut args = self.args.clone();
+            let tls_port = self.tls.as_ref().map(|files| {
+                let port = free_port();
+                args.extend(files.write(port, dir.path()));
+                port
+            });
             let mut server = Server {
                 url: format!("redis://{login}127.0.0.1:{port}"),
                 port,
+                tls_port,
                 own: Some(Own {
-                    dir: TempDir::with_prefix("redisson-lock-test-").expect("a temporary folder"),
-                    args: self.args.clone(),
+                    dir,
+                    args,
                     running: None,
                 }),
             };
@@ -120,6 +147,28 @@ impl Builder {
                 Err(failure) => server.panic_with_log("start", failure),
             }
         }
+    }
+}
+
+impl TlsFiles {
+    /// Writes the files, and returns the arguments for the server.
+    fn write(&self, port: u16, dir: &Path) -> Vec<String> {
+        let file = |name: &str, text: &str| {
+            let path = dir.join(name);
+            fs::write(&path, text).expect("a file");
+            path.to_str().expect("UTF-8").to_owned()
+        };
+        let asks = if self.asks_clients { "yes" } else { "no" };
+        [
+            ("--tls-port", port.to_string()),
+            ("--tls-cert-file", file("server.pem", &self.certificate)),
+            ("--tls-key-file", file("server.key", &self.key)),
+            ("--tls-ca-cert-file", file("ca.pem", &self.ca)),
+            ("--tls-auth-clients", asks.to_owned()),
+        ]
+        .into_iter()
+        .flat_map(|(name, value)| [name.to_owned(), value])
+        .collect()
     }
 }
 
@@ -160,6 +209,7 @@ impl Server {
         Self {
             port: parsed.port().unwrap_or(6379),
             url,
+            tls_port: None,
             own: None,
         }
     }
@@ -167,6 +217,13 @@ impl Server {
     /// The URL for clients. It stays the same across restarts.
     pub fn url(&self) -> String {
         self.url.clone()
+    }
+
+    /// The URL of the TLS port, with this host.
+    #[track_caller]
+    pub fn tls_url(&self, host: &str) -> String {
+        let port = self.tls_port.expect("a server with TLS");
+        format!("rediss://{host}:{port}")
     }
 
     /// The port, on 127.0.0.1 for a private server. It stays the same across restarts.
