@@ -535,7 +535,9 @@ async fn expiry_of_another_programs_lock_is_seen() {
 /// A waiter looks again and again only while another program holds the lock.
 #[tokio::test(flavor = "multi_thread")]
 async fn waiter_follows_changes_between_own_and_other_owners() {
-    let mut bench = Bench::with(by_message_only()).await;
+    // Otherwise the waiter may get the lock before the server says that another one has it.
+    let builder = by_message_only().passing_time(Duration::ZERO);
+    let mut bench = Bench::with(builder).await;
     let channel = format!("simple_lock__channel:{{{}}}", bench.name);
     bench.set("token", Some(60_000));
     let waiter = tokio::spawn(bench.lock.lock().into_future());

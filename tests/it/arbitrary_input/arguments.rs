@@ -524,7 +524,11 @@ fn any_setting_is_refused_or_accepted() {
     check(200, (0..5_usize, any_duration()), |(setting, value)| {
         let builder = quiet();
         let (builder, bounds) = match setting {
-            0 => (builder.watchdog_timeout(value), ms(50)..=LONGEST),
+            // The limit of a reply follows from it.
+            0 => (
+                LockClient::builder().watchdog_timeout(value),
+                ms(50)..=LONGEST,
+            ),
             1 => (builder.recheck_interval(value), ms(10)..=hour),
             2 => (builder.retry_timeout(value), Duration::ZERO..=hour),
             3 => (builder.connect_timeout(value), ms(1)..=hour),
