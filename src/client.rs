@@ -10,7 +10,7 @@ use crate::driver::{self, Driver, Ended, Work};
 use crate::engine::{self, Engine, Outcome};
 use crate::error::Error;
 use crate::handle::{Handle, failed};
-use crate::link::{Limit, Link, PubSub, Settings};
+use crate::link::{CallLink, Limit, Login, PubSub, Settings};
 use crate::lock::handle::{FencedLock, ReentrantLock, SimpleLock};
 use crate::owner::{ClientId, Owner, OwnerPolicy};
 use crate::script::catalog;
@@ -227,6 +227,7 @@ pub struct LockClientBuilder {
     retry_timeout: Option<Duration>,
     #[cfg(feature = "tls")]
     tls: Option<crate::tls::Tls>,
+    sentinel_login: Option<Login>,
     connect_timeout: Option<Duration>,
     connect_retry: Duration,
     command_timeout: Option<Duration>,
@@ -367,6 +368,14 @@ impl LockClientBuilder {
         self
     }
 
+    /// User and password at the sentinels; the user is `default` where only a password was set.
+    /// Default: none. Those of the URL are for the servers.
+    pub fn sentinel_login(mut self, user: impl Into<String>, password: impl Into<String>) -> Self {
+        let (user, password) = (user.into(), password.into());
+        self.sentinel_login = Some(Login { user, password });
+        self
+    }
+
     /// Connects to `redis://[user[:password]@]host[:port][/database]`; `valkey://` means the same,
     /// and `rediss://` and `valkeys://` mean the same with TLS (feature `tls`).
     ///
@@ -383,8 +392,9 @@ impl LockClientBuilder {
             url,
             format!("{name}:{client_id}"),
             config.connect_timeout,
-            Limit::new(config.command_timeout, config.longest_reply),
-        )?;
+            Limit::new(config.command_timeout, config.longest_reply).into(),
+        )?
+        .with_sentinel_login(self.sentinel_login.as_ref())?;
         let (owner_policy, retry) = (self.owner_policy, self.connect_retry);
         #[cfg(feature = "tls")]
         let tls = self.tls;
@@ -516,7 +526,7 @@ async fn open_in_time(
     settings: Settings,
     client_id: ClientId,
     retry: Duration,
-) -> Result<(Arc<Driver>, Work), Error> {
+) -> Result<(Arc<Driver>, Work<CallLink, PubSub>), Error> {
     const LONGEST: Duration = Duration::from_millis(250);
     let begun = Instant::now();
     let mut pause = Duration::from_millis(10);
@@ -550,10 +560,10 @@ async fn open(
     config: &Config,
     settings: &Settings,
     client_id: ClientId,
-) -> Result<(Arc<Driver>, Work), Error> {
+) -> Result<(Arc<Driver>, Work<CallLink, PubSub>), Error> {
     let scripts = catalog::ALL.map(|script| script.source());
     let reconnects = Arc::<AtomicU64>::default();
-    let link = Link::connect(settings.clone(), &scripts, Arc::clone(&reconnects)).await?;
+    let link = CallLink::connect(settings.clone(), &scripts, Arc::clone(&reconnects)).await?;
     let pubsub = PubSub::open(settings.clone()).await?;
     let settings = engine::Settings {
         client_id,

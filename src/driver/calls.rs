@@ -31,8 +31,8 @@ const LOCKS: usize = 64;
 const WINDOW: usize = 1024;
 
 /// The calls that wait, and those in flight.
-pub(super) struct Calls {
-    link: Link,
+pub(super) struct Calls<L> {
+    link: L,
     waiting: VecDeque<(CallId, Call)>,
     /// When those that wait are sent at the latest.
     overdue: Option<Instant>,
@@ -49,8 +49,8 @@ pub(super) struct Reply {
     pub(super) outcome: Result<wire::Reply, Failure>,
 }
 
-impl Calls {
-    pub(super) fn new(link: Link) -> Self {
+impl<L: Link> Calls<L> {
+    pub(super) fn new(link: L) -> Self {
         Self {
             link,
             waiting: VecDeque::new(),
@@ -60,7 +60,7 @@ impl Calls {
         }
     }
 
-    pub(super) fn link(&self) -> &Link {
+    pub(super) fn link(&self) -> &L {
         &self.link
     }
 
@@ -143,5 +143,175 @@ impl Calls {
         let call = self.link.call(gathered.call());
         self.in_flight
             .push(async move { (gathered, call.await) }.boxed());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use bytes::Bytes;
+    use parking_lot::Mutex;
+    use slotmap::KeyData;
+    use tokio::sync::oneshot;
+
+    use super::*;
+    use crate::script::catalog::ACQUIRE;
+    use crate::wire::Reply as Value;
+
+    type Outcome = Result<Value, Failure>;
+
+    /// A link that records the calls, and has the test answer them.
+    #[derive(Clone, Default)]
+    struct Recorder(Arc<Mutex<Vec<Made>>>);
+
+    /// A call, and where its answer goes.
+    type Made = (Call, oneshot::Sender<Outcome>);
+
+    impl Link for Recorder {
+        fn call(&self, call: Call) -> impl Future<Output = (Instant, Outcome)> + Send + 'static {
+            let (answer, answered) = oneshot::channel();
+            self.0.lock().push((call, answer));
+            async move {
+                let outcome = answered.await.unwrap_or(Err(Failure::Closed));
+                (Instant::now(), outcome)
+            }
+        }
+
+        fn leave_server(&self) -> bool {
+            false
+        }
+
+        fn moved(&self) -> impl Future<Output = ()> + Send + 'static {
+            std::future::pending()
+        }
+
+        async fn close(&self) {}
+    }
+
+    impl Recorder {
+        /// How many locks each call since is for.
+        fn sizes(&self) -> Vec<usize> {
+            self.0.lock().iter().map(|(call, _)| call.locks).collect()
+        }
+
+        /// Answers the first so many.
+        fn answer(&self, count: usize, outcome: impl Fn(&Call) -> Outcome) {
+            for (call, answer) in self.0.lock().drain(..count) {
+                let _ = answer.send(outcome(&call));
+            }
+        }
+    }
+
+    fn granted(call: &Call) -> Outcome {
+        let pairs = (0..call.locks).flat_map(|_| [Value::Int(1), Value::Nil]);
+        Ok(Value::List(pairs.collect()))
+    }
+
+    /// Calls of one lock each, with the numbers from `first` on.
+    fn push(calls: &mut Calls<Recorder>, first: u64, count: u64) {
+        for number in first..first + count {
+            let call = Call {
+                script: ACQUIRE.source(),
+                locks: 1,
+                keys: vec![Bytes::from(number.to_string())],
+                args: vec![Bytes::new()],
+            };
+            calls.push(CallId::from(KeyData::from_ffi(1 << 32 | number)), call);
+        }
+        calls.send();
+    }
+
+    fn recorded() -> (Calls<Recorder>, Recorder) {
+        let link = Recorder::default();
+        (Calls::new(link.clone()), link)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn few_calls_go_out_by_themselves() {
+        let (mut calls, link) = recorded();
+        for number in 0..ALONE as u64 {
+            push(&mut calls, number + 1, 1);
+        }
+        assert_eq!(link.sizes(), [1; ALONE]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_beyond_a_few_are_gathered_when_replies_come() {
+        let (mut calls, link) = recorded();
+        push(&mut calls, 1, ALONE as u64);
+        push(&mut calls, 101, 10);
+        assert_eq!(link.sizes(), [1; ALONE]);
+        link.answer(ALONE, granted);
+        let mut replies = Vec::new();
+        while replies.len() < ALONE {
+            calls.replied(&mut replies).await;
+        }
+        // Few again.
+        calls.send();
+        assert_eq!(link.sizes(), [1; 10]);
+        push(&mut calls, 201, 20);
+        link.answer(9, granted);
+        replies.clear();
+        while replies.len() < 9 {
+            calls.replied(&mut replies).await;
+        }
+        push(&mut calls, 301, 5);
+        assert_eq!(link.sizes(), [1, 25]);
+        link.answer(2, granted);
+        replies.clear();
+        while replies.len() < 26 {
+            calls.replied(&mut replies).await;
+        }
+        assert!(replies.iter().all(|reply| reply.outcome.is_ok()));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn calls_wait_no_longer_than_a_millisecond() {
+        let (mut calls, link) = recorded();
+        push(&mut calls, 1, ALONE as u64);
+        push(&mut calls, 101, 10);
+        let begun = Instant::now();
+        let mut replies = Vec::new();
+        let waited = tokio::time::timeout(10 * LONGEST, calls.replied(&mut replies));
+        assert!(waited.await.is_err());
+        assert_eq!(link.sizes()[ALONE..], [10]);
+        assert!(begun.elapsed() >= LONGEST);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn full_calls_go_out_at_once_and_no_more_than_the_window() {
+        let (mut calls, link) = recorded();
+        push(&mut calls, 1, ALONE as u64);
+        push(&mut calls, 101, 2 * WINDOW as u64);
+        let sizes = link.sizes();
+        assert!(sizes[ALONE..].iter().all(|size| (1..=LOCKS).contains(size)));
+        assert_eq!(sizes.iter().sum::<usize>(), WINDOW);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn refused_gathered_call_is_made_one_by_one() {
+        let (mut calls, link) = recorded();
+        push(&mut calls, 1, ALONE as u64);
+        push(&mut calls, 101, LOCKS as u64);
+        assert_eq!(link.sizes()[ALONE..], [LOCKS]);
+        let refusal = |_: &Call| {
+            Err(Failure::Server(
+                "NOPERM no access to a key".to_owned().into(),
+            ))
+        };
+        link.answer(ALONE, granted);
+        link.answer(1, refusal);
+        let mut replies = Vec::new();
+        while link.sizes().is_empty() {
+            calls.replied(&mut replies).now_or_never();
+        }
+        assert_eq!(link.sizes(), [1; LOCKS]);
+        link.answer(LOCKS, refusal);
+        replies.clear();
+        while replies.len() < LOCKS {
+            calls.replied(&mut replies).await;
+        }
+        assert!(replies.iter().all(|reply| reply.outcome.is_err()));
     }
 }

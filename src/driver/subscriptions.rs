@@ -9,10 +9,10 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 use super::Driver;
 use crate::engine::Subscription;
-use crate::link::{Message, PubSub, Subscribed};
+use crate::link::{Message, Messages, Subscribed, Subscriptions};
 
 /// Runs until it is dropped. Messages go to the engine at once, whatever else is under way.
-pub(super) async fn keep_subscriptions(driver: Arc<Driver>, pubsub: PubSub) {
+pub(super) async fn keep_subscriptions(driver: Arc<Driver>, pubsub: impl Subscriptions) {
     let mut keeper = Keeper {
         driver,
         pubsub,
@@ -32,9 +32,9 @@ pub(super) async fn keep_subscriptions(driver: Arc<Driver>, pubsub: PubSub) {
     }
 }
 
-struct Keeper {
+struct Keeper<P> {
     driver: Arc<Driver>,
-    pubsub: PubSub,
+    pubsub: P,
     wanted: BTreeSet<Bytes>,
     /// May differ from what the server knows. All others are as they are wanted, so a change costs
     /// as much with many subscriptions as with few.
@@ -45,7 +45,7 @@ struct Keeper {
     reported: Option<Instant>,
 }
 
-impl Keeper {
+impl<P: Subscriptions> Keeper<P> {
     /// Works until the connection is lost.
     async fn serve(&mut self) {
         let driver = Arc::clone(&self.driver);

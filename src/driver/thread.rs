@@ -10,27 +10,29 @@ use super::calls::{Calls, Reply};
 use super::subscriptions::keep_subscriptions;
 use super::{Driver, Outgoing};
 use crate::error::Error;
-use crate::link::{Link, PubSub};
+use crate::link::{Link, Subscriptions};
 
 /// Says when the thread has ended.
 pub(crate) type Ended = watch::Receiver<bool>;
 
 /// What the thread runs.
-pub(crate) struct Work {
+pub(crate) struct Work<L, P> {
     pub(crate) driver: Arc<Driver>,
     pub(crate) calls: mpsc::UnboundedReceiver<Outgoing>,
-    pub(crate) link: Link,
-    pub(crate) pubsub: PubSub,
+    pub(crate) link: L,
+    pub(crate) pubsub: P,
 }
 
 /// Starts the thread. It opens the connections with `open`, reports how that went, and works until
 /// the client has ended. Dropping the value that it reports has to end the client.
-pub(crate) async fn start<T, F>(
+pub(crate) async fn start<T, L, P, F>(
     open: impl FnOnce() -> F + Send + 'static,
 ) -> Result<(T, Ended), Error>
 where
     T: Send + 'static,
-    F: Future<Output = Result<(T, Work), Error>>,
+    L: Link,
+    P: Subscriptions,
+    F: Future<Output = Result<(T, Work<L, P>), Error>>,
 {
     let (mut report, reported) = oneshot::channel();
     let (ended, has_ended) = watch::channel(false);
@@ -107,7 +109,7 @@ impl Drop for FailOnDrop {
 /// The most calls that are taken in before replies and timers are looked at again.
 const AT_ONCE: usize = 1024;
 
-async fn run(work: Work) {
+async fn run(work: Work<impl Link, impl Subscriptions>) {
     let Work {
         driver,
         calls: mut outgoing,
@@ -115,6 +117,7 @@ async fn run(work: Work) {
         pubsub,
     } = work;
     let subscriptions = tokio::spawn(keep_subscriptions(Arc::clone(&driver), pubsub));
+    let mut moved = std::pin::pin!(link.moved());
     let mut calls = Calls::new(link);
     let mut submitted = Vec::new();
     let mut replies = Vec::new();
@@ -152,6 +155,10 @@ async fn run(work: Work) {
                 let _ = driver.apply(|engine, now| engine.handle_timeout(now));
             }
             () = driver.alarm.notified() => {}
+            () = &mut moved => {
+                driver.server_left.notify_one();
+                moved.set(calls.link().moved());
+            }
         }
     }
     subscriptions.abort();

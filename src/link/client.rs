@@ -14,11 +14,11 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::Settings;
 use super::connection::Connection;
 use super::frames::read;
 use super::setup::{Identity, Unusable, set_up};
 use super::supervisor::supervise;
+use super::{Link, Settings};
 use crate::error::{ConnectionError, Error, ServerError, ServerErrorKind};
 use crate::wire::{Call, Failure, Reply, Source};
 
@@ -33,7 +33,7 @@ use crate::wire::{Call, Failure, Reply, Source};
 /// old connection: on the new one it first has the server close the old one (`CLIENT KILL`,
 /// <https://redis.io/docs/latest/commands/client-kill/>). Only then it sends calls, including
 /// repeats of calls with an unknown outcome.
-pub(crate) struct Link {
+pub(crate) struct CallLink {
     shared: Arc<Shared>,
     supervisor: JoinHandle<()>,
 }
@@ -46,6 +46,8 @@ pub(super) struct Shared {
     pub(super) distrusted: AtomicU64,
     /// Notifies the supervisor that the current connection is not trusted any more.
     pub(super) distrust_signal: Notify,
+    /// Notifies the driver that the sentinels name another server.
+    pub(super) moved: Notify,
     /// Notifies callers of a new connection, or of the end of the link.
     pub(super) ready: Notify,
     /// Counts the connections that replaced a lost one.
@@ -73,7 +75,7 @@ pub(super) struct Current {
     pub(super) is_provisional: bool,
 }
 
-impl Link {
+impl CallLink {
     /// Connects, and loads the scripts, so that their first calls by SHA-1 succeed.
     pub(crate) async fn connect(
         settings: Settings,
@@ -103,6 +105,15 @@ impl Link {
                     error: "the connection was lost while connecting".to_owned().into(),
                 });
             }
+            Err(Unusable::NotMaster) => {
+                return Err(Error::Connection {
+                    lock: None,
+                    address: settings.address(),
+                    error: "the sentinels name a server that is no master"
+                        .to_owned()
+                        .into(),
+                });
+            }
             Err(Unusable::Unsupported(error)) => return Err(error),
         };
         let shared = Arc::new(Shared {
@@ -116,6 +127,7 @@ impl Link {
             }))),
             distrusted: AtomicU64::new(0),
             distrust_signal: Notify::new(),
+            moved: Notify::new(),
             ready: Notify::new(),
             reconnects,
             unreachable: Mutex::new(None),
@@ -130,14 +142,13 @@ impl Link {
         let supervisor = tokio::spawn(supervise(Arc::clone(&shared)));
         Ok(Self { shared, supervisor })
     }
+}
 
-    /// Makes a call. The first poll of the future sends it, or waits for a connection to send it
-    /// on; dropping the future does not recall it. Returns also a moment before which it was not
-    /// sent.
-    pub(crate) fn call(
+impl Link for CallLink {
+    fn call(
         &self,
         call: Call,
-    ) -> impl Future<Output = (Instant, Result<Reply, Failure>)> + Send + use<> {
+    ) -> impl Future<Output = (Instant, Result<Reply, Failure>)> + Send + 'static {
         let shared = Arc::clone(&self.shared);
         async move {
             match shared.trusted().await {
@@ -147,9 +158,7 @@ impl Link {
         }
     }
 
-    /// The server is not the master any more: connects anew, where the address may lead to another
-    /// server. `false` if the connection is too new for that, or is being replaced already.
-    pub(crate) fn leave_server(&self) -> bool {
+    fn leave_server(&self) -> bool {
         /// A server that stays what it is is not asked more often.
         const PAUSE: Duration = Duration::from_millis(500);
         let current = self.shared.current.read().clone();
@@ -161,8 +170,12 @@ impl Link {
         }
     }
 
-    /// Closes the connection and ends its tasks. A second call has no effect.
-    pub(crate) async fn close(&self) {
+    fn moved(&self) -> impl Future<Output = ()> + Send + 'static {
+        let shared = Arc::clone(&self.shared);
+        async move { shared.moved.notified().await }
+    }
+
+    async fn close(&self) {
         if self.shared.closed.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -175,7 +188,7 @@ impl Link {
     }
 }
 
-impl Drop for Link {
+impl Drop for CallLink {
     fn drop(&mut self) {
         self.supervisor.abort();
     }
@@ -321,7 +334,7 @@ impl Shared {
     }
 
     /// Has the supervisor replace the connection with this number. `false` if it does already.
-    fn distrust(&self, number: u64, reason: &str) -> bool {
+    pub(super) fn distrust(&self, number: u64, reason: &str) -> bool {
         let is_news = self.distrusted.fetch_max(number, Ordering::AcqRel) < number;
         if is_news {
             tracing::warn!(address = %self.settings.address(), reason, "the connection is replaced");

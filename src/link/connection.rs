@@ -7,6 +7,7 @@ use std::time::Duration;
 use fred::clients::Client;
 use fred::error::ErrorKind;
 use fred::interfaces::ClientLike;
+use fred::types::config::Server;
 use fred::types::{ClusterHash, ConnectHandle, CustomCommand, Value};
 use futures::FutureExt;
 use tokio::sync::Notify;
@@ -24,6 +25,7 @@ pub(super) struct Connection {
     client: Client,
     driver: AbortHandle,
     end: Arc<End>,
+    server: Option<Server>,
     is_named: AtomicBool,
 }
 
@@ -36,13 +38,14 @@ struct End {
 impl Connection {
     /// Connects once.
     pub(super) async fn open(settings: &Settings) -> Result<Self, Error> {
+        let settings = &*settings.resolved().await?;
         let client = settings.client();
         let limit = settings.connect_timeout();
         let waiting = client.clone();
         let mut waiting = async move { waiting.wait_for_connect().await }.boxed();
         // The first poll subscribes to the outcome, so it has to come before `connect`.
         let _ = futures::poll!(&mut waiting);
-        let connection = Self::new(client.clone(), client.connect());
+        let connection = Self::new(client.clone(), client.connect(), settings.server());
         let connected = async {
             tokio::select! {
                 biased;
@@ -86,12 +89,13 @@ impl Connection {
         }
     }
 
-    fn new(client: Client, driver: ConnectHandle) -> Self {
+    fn new(client: Client, driver: ConnectHandle, server: Option<Server>) -> Self {
         let end = Arc::new(End::default());
         let connection = Self {
             client,
             driver: driver.abort_handle(),
             end: Arc::clone(&end),
+            server,
             is_named: AtomicBool::new(false),
         };
         // This task ends with the driver, which ends with the connection.
@@ -106,6 +110,11 @@ impl Connection {
 
     pub(super) fn client(&self) -> &Client {
         &self.client
+    }
+
+    /// Where it leads to.
+    pub(super) fn server(&self) -> Option<&Server> {
+        self.server.as_ref()
     }
 
     /// Whether the driver has ended. Then no call on the connection completes.

@@ -6,42 +6,21 @@ use std::time::Duration;
 use bytes::Bytes;
 use fred::error::ErrorKind;
 use fred::interfaces::{ClientLike, EventInterface, PubsubInterface};
-use fred::types::{ClusterHash, CustomCommand, Message as Published, Value};
+use fred::types::{ClusterHash, CustomCommand, Value};
 use tokio::sync::broadcast::Receiver;
 use tokio::sync::broadcast::error::RecvError;
 
-use super::Settings;
 use super::connection::Connection;
 use super::frames::read;
+use super::{Message, Messages, Settings, Subscribed, Subscriptions};
 use crate::error::{Error, ServerErrorKind};
 use crate::wire::{Failure, Reply};
-
-/// What the server published.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Message {
-    /// A message on this channel.
-    On(String),
-    /// Messages on any channel may have been missed.
-    Missed,
-}
-
-/// The outcome of a subscription.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Subscribed {
-    /// The server has confirmed it: every later message arrives.
-    Yes,
-    /// The server has refused it.
-    Refused,
-}
 
 /// A connection for subscriptions only. It runs one operation at a time.
 ///
 /// The client library completes SUBSCRIBE before the server replies, and hands a refusal to the
 /// next call. So subscriptions are confirmed by the number of channels that the server counts for
 /// this connection (`CLIENT INFO`, <https://redis.io/docs/latest/commands/client-info/>).
-///
-/// An error of an operation says that the connection cannot be trusted any more: a subscription
-/// without a record could stay. [`reopen`](Self::reopen) replaces it.
 pub(crate) struct PubSub {
     settings: Settings,
     connection: Connection,
@@ -49,11 +28,10 @@ pub(crate) struct PubSub {
     nonce: u64,
 }
 
-/// The messages of one connection, until it is lost.
-pub(crate) struct Messages(Receiver<Published>);
+struct Published(Receiver<fred::types::Message>);
 
-impl Messages {
-    pub(crate) async fn next(&mut self) -> Option<Message> {
+impl Messages for Published {
+    async fn next(&mut self) -> Option<Message> {
         match self.0.recv().await {
             Ok(message) => Some(Message::On(message.channel.to_string())),
             Err(RecvError::Lagged(_)) => Some(Message::Missed),
@@ -72,94 +50,6 @@ impl PubSub {
             channels: BTreeSet::new(),
             nonce: 0,
         })
-    }
-
-    /// The messages from now on.
-    pub(crate) fn messages(&self) -> Messages {
-        Messages(self.connection.client().message_rx())
-    }
-
-    /// How often [`check`](Self::check) is to be called.
-    pub(crate) fn check_interval(&self) -> Duration {
-        self.settings
-            .command_timeout()
-            .max(Duration::from_millis(250))
-    }
-
-    /// The channels that the server has confirmed.
-    pub(crate) fn channels(&self) -> &BTreeSet<Bytes> {
-        &self.channels
-    }
-
-    /// Resolves when the connection is lost.
-    pub(crate) async fn ended(&self) {
-        self.connection.ended().await;
-    }
-
-    /// Subscribes to all of them, and waits until the server has confirmed it. The server refuses
-    /// all if it refuses one.
-    pub(crate) async fn subscribe(&mut self, channels: &[Bytes]) -> Result<Subscribed, ()> {
-        let before = self.channels.len();
-        let after = before + channels.len();
-        let names: Vec<_> = channels.iter().map(text).collect();
-        self.connection
-            .client()
-            .subscribe(names)
-            .await
-            .map_err(drop)?;
-        let mut count = self.count().await;
-        if count != Ok(Some(after)) {
-            self.drain_replies().await?;
-            count = self.count().await;
-        }
-        match count? {
-            Some(now) if now == before => return Ok(Subscribed::Refused),
-            Some(now) if now != after => return Err(()),
-            // The server does not state the number (ACL, Redis before 6.2). It has replied to later
-            // calls, so the subscription is active unless the server refused it; in that case
-            // re-checks replace the wake-ups.
-            Some(_) | None => {}
-        }
-        self.channels.extend(channels.iter().cloned());
-        Ok(Subscribed::Yes)
-    }
-
-    pub(crate) async fn unsubscribe(&mut self, channels: &[Bytes]) -> Result<(), ()> {
-        let names: Vec<_> = channels.iter().map(text).collect();
-        for channel in channels {
-            self.channels.remove(channel);
-        }
-        let unsubscribing = self.connection.client().unsubscribe(names);
-        unsubscribing.await.map_err(drop)
-    }
-
-    /// Checks that the server replies on the connection.
-    pub(crate) async fn check(&mut self) -> Result<(), ()> {
-        self.drain_replies().await?;
-        self.connection
-            .set_name(self.settings.connection_name())
-            .await;
-        Ok(())
-    }
-
-    /// Replaces the connection. Tries until that succeeds.
-    pub(crate) async fn reopen(&mut self) {
-        const LONGEST: Duration = Duration::from_millis(250);
-        let mut pause = Duration::from_millis(5);
-        tracing::warn!(address = %self.settings.address(), "the connection for wake-ups is replaced");
-        self.connection.end();
-        self.channels.clear();
-        loop {
-            if let Ok(connection) = Connection::open(&self.settings).await {
-                self.connection = connection;
-                self.connection
-                    .set_name(self.settings.connection_name())
-                    .await;
-                return;
-            }
-            tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(LONGEST);
-        }
     }
 
     /// The number of channels that the server counts for this connection; `None` if the server does
@@ -225,6 +115,88 @@ impl PubSub {
     fn failed(&self, problem: &fred::error::Error) {
         if *problem.kind() == ErrorKind::Timeout {
             self.settings.limit().missed();
+        }
+    }
+}
+
+impl Subscriptions for PubSub {
+    fn messages(&self) -> impl Messages + use<> {
+        Published(self.connection.client().message_rx())
+    }
+
+    fn check_interval(&self) -> Duration {
+        self.settings
+            .command_timeout()
+            .max(Duration::from_millis(250))
+    }
+
+    fn channels(&self) -> &BTreeSet<Bytes> {
+        &self.channels
+    }
+
+    async fn ended(&self) {
+        self.connection.ended().await;
+    }
+
+    async fn subscribe(&mut self, channels: &[Bytes]) -> Result<Subscribed, ()> {
+        let before = self.channels.len();
+        let after = before + channels.len();
+        let names: Vec<_> = channels.iter().map(text).collect();
+        self.connection
+            .client()
+            .subscribe(names)
+            .await
+            .map_err(drop)?;
+        let mut count = self.count().await;
+        if count != Ok(Some(after)) {
+            self.drain_replies().await?;
+            count = self.count().await;
+        }
+        match count? {
+            Some(now) if now == before => return Ok(Subscribed::Refused),
+            Some(now) if now != after => return Err(()),
+            // The server does not state the number (ACL, Redis before 6.2). It has replied to later
+            // calls, so the subscription is active unless the server refused it; in that case
+            // re-checks replace the wake-ups.
+            Some(_) | None => {}
+        }
+        self.channels.extend(channels.iter().cloned());
+        Ok(Subscribed::Yes)
+    }
+
+    async fn unsubscribe(&mut self, channels: &[Bytes]) -> Result<(), ()> {
+        let names: Vec<_> = channels.iter().map(text).collect();
+        for channel in channels {
+            self.channels.remove(channel);
+        }
+        let unsubscribing = self.connection.client().unsubscribe(names);
+        unsubscribing.await.map_err(drop)
+    }
+
+    async fn check(&mut self) -> Result<(), ()> {
+        self.drain_replies().await?;
+        self.connection
+            .set_name(self.settings.connection_name())
+            .await;
+        Ok(())
+    }
+
+    async fn reopen(&mut self) {
+        const LONGEST: Duration = Duration::from_millis(250);
+        let mut pause = Duration::from_millis(5);
+        tracing::warn!(address = %self.settings.address(), "the connection for wake-ups is replaced");
+        self.connection.end();
+        self.channels.clear();
+        loop {
+            if let Ok(connection) = Connection::open(&self.settings).await {
+                self.connection = connection;
+                self.connection
+                    .set_name(self.settings.connection_name())
+                    .await;
+                return;
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(LONGEST);
         }
     }
 }

@@ -1,16 +1,16 @@
 //! The settings of a link: the server's address, the login, and the timeouts.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use fred::types::RespVersion;
-#[cfg(feature = "tls")]
-use fred::types::config::ServerConfig;
-use fred::types::config::{Config, ConnectionConfig, PerformanceConfig};
+use fred::types::config::{Config, ConnectionConfig, PerformanceConfig, Server, ServerConfig};
 use url::{ParseError, Url};
 
 use super::Limit;
+use super::sentinel::Sentinels;
 use crate::error::{Error, Step};
 
 /// How a link connects to its server. `Debug` shows no secret.
@@ -22,6 +22,8 @@ pub(crate) struct Settings {
     limit: Arc<Limit>,
     /// Whether the URL asks for TLS.
     is_secure: bool,
+    /// They are asked for the server before each connection.
+    sentinels: Option<Sentinels>,
 }
 
 impl Settings {
@@ -30,7 +32,7 @@ impl Settings {
         url: &str,
         connection_name: String,
         connect_timeout: Duration,
-        limit: Limit,
+        limit: Arc<Limit>,
     ) -> Result<Self, Error> {
         // No message repeats the URL: it may contain a password.
         const NO_SCHEME: &str =
@@ -44,7 +46,12 @@ impl Settings {
             .filter(|c| !matches!(c, '\t' | '\n' | '\r'))
             .collect();
         let (scheme, rest) = text.split_once("://").ok_or_else(|| refused(NO_SCHEME))?;
-        let is_secure = match scheme.to_ascii_lowercase().as_str() {
+        let scheme = scheme.to_ascii_lowercase();
+        let (plain, has_sentinels) = match scheme.strip_suffix("+sentinel") {
+            Some(plain) => (plain, true),
+            None => (&*scheme, false),
+        };
+        let is_secure = match plain {
             "redis" | "valkey" => false,
             "rediss" | "valkeys" if cfg!(feature = "tls") => true,
             "rediss" | "valkeys" => {
@@ -57,7 +64,7 @@ impl Settings {
                 return Err(refused("clusters are not supported yet"));
             }
             scheme if scheme.contains("sentinel") => {
-                return Err(refused("sentinels are not supported yet"));
+                return Err(refused("a URL for sentinels begins with redis+sentinel://"));
             }
             _ => return Err(refused(NO_SCHEME)),
         };
@@ -73,8 +80,17 @@ impl Settings {
         if !is_percent_encoded(login) {
             return Err(refused(ESCAPES));
         }
+        if has_sentinels {
+            let path = &rest[authority.len()..];
+            return Self::parse_sentinels(login, hosts, path, &|rest| {
+                let scheme = if is_secure { "rediss" } else { "redis" };
+                let url = format!("{scheme}://{rest}");
+                let limit = Arc::clone(&limit);
+                Self::parse(&url, connection_name.clone(), connect_timeout, limit)
+            });
+        }
         if hosts.contains(',') {
-            return Err(refused("several hosts are not supported yet"));
+            return Err(refused("several hosts need redis+sentinel://"));
         }
         let parsed = Url::parse(url).map_err(|problem| match problem {
             ParseError::RelativeUrlWithoutBase => refused(NO_SCHEME),
@@ -114,9 +130,94 @@ impl Settings {
             config,
             connection_name: connection_name.into(),
             connect_timeout,
-            limit: Arc::new(limit),
+            limit,
             is_secure,
+            sentinels: None,
         })
+    }
+
+    /// Parses `/master[/database]`, and each host by `parse`, as the URL of a server.
+    fn parse_sentinels(
+        login: &str,
+        hosts: &str,
+        path: &str,
+        parse: &dyn Fn(&str) -> Result<Self, Error>,
+    ) -> Result<Self, Error> {
+        if path.contains(['?', '#']) {
+            return Err(refused("something follows the database number"));
+        }
+        let path = path.strip_prefix('/').unwrap_or_default();
+        let mut parts = path.splitn(2, '/');
+        let master = parts.next().unwrap_or_default();
+        if master.is_empty() || !is_percent_encoded(master) {
+            return Err(refused("the name of a master has to follow the sentinels"));
+        }
+        let master = percent_encoding::percent_decode_str(master)
+            .decode_utf8()
+            .map_err(|_| refused("the name of the master is not UTF-8"))?;
+        let database = parts.next().unwrap_or_default();
+        let mut nodes = Vec::new();
+        for host in hosts.split(',') {
+            let mut node = parse(host)?;
+            let has_port =
+                Url::parse(&format!("redis://{host}")).is_ok_and(|url| url.port().is_some());
+            if let (ServerConfig::Centralized { server }, false) =
+                (&mut node.config.server, has_port)
+            {
+                server.port = 26_379;
+            }
+            nodes.push(node);
+        }
+        let first = hosts.split(',').next().unwrap_or_default();
+        let at = if login.is_empty() { "" } else { "@" };
+        let mut settings = parse(&format!("{login}{at}{first}/{database}"))?;
+        settings.sentinels = Some(Sentinels::new(master.into_owned(), nodes));
+        Ok(settings)
+    }
+
+    /// The same settings with a login at the sentinels.
+    pub(crate) fn with_sentinel_login(mut self, login: Option<&Login>) -> Result<Self, Error> {
+        let Some(Login { user, password }) = login else {
+            return Ok(self);
+        };
+        let Some(sentinels) = &mut self.sentinels else {
+            return Err(Error::InvalidConfig {
+                setting: "sentinel login",
+                problem: "the URL has no sentinels".to_owned(),
+                allowed: "a URL that begins with redis+sentinel://",
+            });
+        };
+        for node in sentinels.nodes_mut() {
+            node.config.username = Some(inline(user));
+            node.config.password = Some(inline(password));
+        }
+        Ok(self)
+    }
+
+    /// The same settings for one server: the sentinels are asked which.
+    pub(super) async fn resolved(&self) -> Result<Cow<'_, Self>, Error> {
+        let Some(sentinels) = &self.sentinels else {
+            return Ok(Cow::Borrowed(self));
+        };
+        let named = sentinels.server(self.connect_timeout).await?;
+        let mut resolved = Self {
+            sentinels: None,
+            ..self.clone()
+        };
+        if let ServerConfig::Centralized { server } = &mut resolved.config.server {
+            // The name for TLS stays.
+            (server.host, server.port) = (named.host, named.port);
+        }
+        Ok(Cow::Owned(resolved))
+    }
+
+    pub(super) fn sentinels(&self) -> Option<&Sentinels> {
+        self.sentinels.as_ref()
+    }
+
+    /// The server to connect to, unless sentinels are asked.
+    pub(super) fn server(&self) -> Option<Server> {
+        self.config.server.hosts().into_iter().next()
     }
 
     /// The same settings with TLS if the URL asks for it. Reads the system's certificates.
@@ -133,13 +234,19 @@ impl Settings {
             };
         }
         let tls = tls.unwrap_or_default();
-        if let (Some(name), ServerConfig::Centralized { server }) =
-            (tls.server_name.as_deref(), &mut self.config.server)
-        {
+        let connector = super::tls::connector(&tls)?;
+        if let Some(name) = &tls.server_name {
             super::tls::check_name(name)?;
-            server.tls_server_name = Some(name.into());
         }
-        self.config.tls = Some(super::tls::connector(&tls)?.into());
+        let nodes = self.sentinels.iter_mut().flat_map(Sentinels::nodes_mut);
+        for config in nodes.map(|node| &mut node.config).chain([&mut self.config]) {
+            if let (Some(name), ServerConfig::Centralized { server }) =
+                (tls.server_name.as_deref(), &mut config.server)
+            {
+                server.tls_server_name = Some(name.into());
+            }
+            config.tls = Some(connector.clone().into());
+        }
         Ok(self)
     }
 
@@ -183,6 +290,9 @@ impl Settings {
 
     /// Host and port, for errors and logs.
     pub(crate) fn address(&self) -> String {
+        if let Some(sentinels) = &self.sentinels {
+            return sentinels.address();
+        }
         let hosts = self.config.server.hosts();
         hosts
             .iter()
@@ -247,11 +357,26 @@ impl Settings {
 impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Settings")
-            .field("hosts", &self.config.server.hosts())
+            .field("address", &self.address())
             .field("is_secure", &self.is_secure)
             .field("database", &self.config.database)
             .field("connect_timeout", &self.connect_timeout)
             .field("limit", &self.limit)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A user and a password. `Debug` shows no secret.
+#[derive(Clone)]
+pub(crate) struct Login {
+    pub(crate) user: String,
+    pub(crate) password: String,
+}
+
+impl fmt::Debug for Login {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Login")
+            .field("user", &self.user)
             .finish_non_exhaustive()
     }
 }
@@ -313,9 +438,9 @@ fn refused(problem: &str) -> Error {
         setting: "url",
         problem: problem.to_owned(),
         allowed: if cfg!(feature = "tls") {
-            "redis://[user[:password]@]host[:port][/database], or valkey://, rediss://, valkeys://"
+            "redis://[user[:password]@]host[:port][/database], or valkey://, rediss://, valkeys://; redis+sentinel:// etc."
         } else {
-            "redis://[user[:password]@]host[:port][/database], or valkey://"
+            "redis://[user[:password]@]host[:port][/database], or valkey://; redis+sentinel:// etc."
         },
     }
 }
@@ -401,7 +526,7 @@ mod properties {
             url,
             "test".into(),
             Duration::from_secs(1),
-            Limit::new(Duration::from_secs(1), Duration::from_secs(1)),
+            Limit::new(Duration::from_secs(1), Duration::from_secs(1)).into(),
         )
     }
 

@@ -24,6 +24,8 @@ pub(super) enum Unusable {
     Busy,
     /// There was no reply, or one that belonged to another call.
     Lost,
+    /// The sentinels named it, and it is no master, or not yet.
+    NotMaster,
     /// A cluster, a sentinel, or a server that is too old.
     Unsupported(Error),
 }
@@ -43,6 +45,12 @@ pub(super) async fn set_up(
     );
     if let Some(server) = server? {
         ensure_supported(&server, settings)?;
+    }
+    if settings.sentinels().is_some() {
+        let replication = ask(connection, settings, "INFO", "replication").await?;
+        if replication.is_some_and(|info| !info.contains("role:master")) {
+            return Err(Unusable::NotMaster);
+        }
     }
     let Some(info) = identity? else {
         return Ok(None);
@@ -102,7 +110,9 @@ fn ensure_supported(info: &str, settings: &Settings) -> Result<(), Unusable> {
     match field("redis_mode").or_else(|| field("server_mode")) {
         Some("standalone") => {}
         Some("cluster") => return unsupported("it is a part of a cluster".into()),
-        Some("sentinel") => return unsupported("it is a sentinel".into()),
+        Some("sentinel") => {
+            return unsupported("it is a sentinel: its URL begins with redis+sentinel://".into());
+        }
         Some(mode) => return unsupported(format!("it runs in mode {mode}")),
         // A reply to another call.
         None if !info.starts_with("# Server") => return Err(Unusable::Lost),

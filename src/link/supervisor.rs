@@ -10,7 +10,7 @@ use super::Settings;
 use super::client::{Current, Shared, send_on};
 use super::connection::Connection;
 use super::setup::{Identity, Unusable, set_up};
-use crate::error::ServerErrorKind;
+use crate::error::{Error, ServerErrorKind};
 use crate::wire::Failure;
 
 /// The longest pause between two tries.
@@ -29,23 +29,7 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
         let Some(current) = shared.current.read().clone() else {
             return;
         };
-        tokio::select! {
-            () = shared.distrust_signal.notified() => {}
-            () = current.connection.ended() => {}
-            // Sending a command shows whether the connection works; a server error is a reply, too.
-            // The other branches drop this one when they report a failure first.
-            () = async {
-                tokio::time::sleep(period).await;
-                let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
-                let _ = shared.send(&current, ping, Vec::new()).await;
-                let name = shared.settings.connection_name();
-                current.connection.set_name(name).await;
-            } => {}
-        }
-        let ended = current.connection.has_ended();
-        if !ended && shared.distrusted.load(Ordering::Acquire) < current.number {
-            continue;
-        }
+        watch(&shared, &current, period).await;
         let number = current.number + 1;
         // From now on no call is sent; pending calls fail with the connection.
         let old = shared.current.write().take();
@@ -80,6 +64,41 @@ pub(super) async fn supervise(shared: Arc<Shared>) {
     }
 }
 
+/// Returns when a connection has ended or is not trusted any more.
+async fn watch(shared: &Shared, current: &Current, period: Duration) {
+    let named_another = async {
+        match (shared.settings.sentinels(), current.connection.server()) {
+            (Some(sentinels), Some(server)) => sentinels.named_another(server).await,
+            _ => std::future::pending().await,
+        }
+    };
+    let mut named_another = std::pin::pin!(named_another);
+    let is_usable = || {
+        let is_trusted = shared.distrusted.load(Ordering::Acquire) < current.number;
+        is_trusted && !current.connection.has_ended()
+    };
+    while is_usable() {
+        tokio::select! {
+            () = shared.distrust_signal.notified() => {}
+            () = current.connection.ended() => {}
+            () = &mut named_another => {
+                shared.distrust(current.number, "the sentinels name another server");
+                shared.moved.notify_one();
+                return;
+            }
+            // Sending a command shows whether the connection works; a server error is a reply, too.
+            // The other branches drop this one when they report a failure first.
+            () = async {
+                tokio::time::sleep(period).await;
+                let ping = CustomCommand::new_static("PING", ClusterHash::Random, false);
+                let _ = shared.send(current, ping, Vec::new()).await;
+                let name = shared.settings.connection_name();
+                current.connection.set_name(name).await;
+            } => {}
+        }
+    }
+}
+
 /// Opens a new connection, and fences the old ones. Tries until both succeed.
 async fn open_replacement(
     shared: &Shared,
@@ -99,16 +118,9 @@ async fn open_replacement(
     loop {
         let limited = settings.within(limit);
         limit = limit.saturating_mul(2).min(settings.connect_timeout());
-        let error = match Connection::open(&limited).await {
-            Ok(connection) => match set_up_when_idle(&connection, &limited).await {
-                Ok(identity) if fence(shared, &connection, unfenced).await => {
-                    return (connection, identity);
-                }
-                // A connection that fails here has carried no calls, so it needs no fencing.
-                Ok(_) | Err(Unusable::Lost | Unusable::Busy) => None,
-                Err(Unusable::Unsupported(error)) => Some(error),
-            },
-            Err(error) => Some(error),
+        let error = match try_to_open(shared, &limited, unfenced).await {
+            Ok(opened) => return opened,
+            Err(error) => error,
         };
         if let Some(error) = error {
             if !std::mem::replace(&mut reported, true) {
@@ -118,6 +130,41 @@ async fn open_replacement(
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(LONGEST);
+    }
+}
+
+/// One try, until the sentinels name another server. The error is `None` if it is no news.
+async fn try_to_open(
+    shared: &Shared,
+    settings: &Settings,
+    unfenced: &mut Vec<Identity>,
+) -> Result<(Connection, Option<Identity>), Option<Error>> {
+    let resolved = settings.resolved().await?;
+    let opening = async {
+        let connection = Connection::open(&resolved).await?;
+        match set_up_when_idle(&connection, settings).await {
+            Ok(identity) if fence(shared, &connection, unfenced).await => {
+                Ok((connection, identity))
+            }
+            // A connection that fails here has carried no calls, so it needs no fencing.
+            Ok(_) | Err(Unusable::Lost | Unusable::Busy | Unusable::NotMaster) => Err(None),
+            Err(Unusable::Unsupported(error)) => Err(Some(error)),
+        }
+    };
+    // A server that hangs is replaced by one that works.
+    let named_another = async {
+        match (settings.sentinels(), resolved.server()) {
+            (Some(sentinels), Some(server)) => {
+                tokio::time::sleep(LONGEST).await;
+                sentinels.named_another(&server).await;
+            }
+            _ => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        biased;
+        opened = opening => opened,
+        () = named_another => Err(None),
     }
 }
 

@@ -13,9 +13,9 @@ use redisson_lock::{
 
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 const URLS: &str = if cfg!(feature = "tls") {
-    "(allowed: redis://[user[:password]@]host[:port][/database], or valkey://, rediss://, valkeys://)"
+    "(allowed: redis://[user[:password]@]host[:port][/database], or valkey://, rediss://, valkeys://; redis+sentinel:// etc.)"
 } else {
-    "(allowed: redis://[user[:password]@]host[:port][/database], or valkey://)"
+    "(allowed: redis://[user[:password]@]host[:port][/database], or valkey://; redis+sentinel:// etc.)"
 };
 
 #[track_caller]
@@ -44,11 +44,11 @@ async fn invalid_urls_are_refused_with_what_is_wrong() {
         ),
         (
             "redis-sentinel://localhost",
-            "sentinels are not supported yet",
+            "a URL for sentinels begins with redis+sentinel://",
         ),
         (
-            "redis+sentinel://a,b/main",
-            "sentinels are not supported yet",
+            "redis+sentinel://a,b",
+            "the name of a master has to follow the sentinels",
         ),
         (
             "unix:///run/redis.sock",
@@ -58,10 +58,10 @@ async fn invalid_urls_are_refused_with_what_is_wrong() {
             "redis+unix:///run/redis.sock",
             "unix sockets are not supported yet",
         ),
-        ("redis://a,b", "several hosts are not supported yet"),
+        ("redis://a,b", "several hosts need redis+sentinel://"),
         (
             "redis://user:pass@a:6379,b:6380/1",
-            "several hosts are not supported yet",
+            "several hosts need redis+sentinel://",
         ),
         (
             "redis://:pa/ss@localhost",

@@ -50,6 +50,7 @@ mod run;
 mod runtime;
 mod runtime_end;
 mod scripts;
+mod sentinel;
 mod shutdown;
 mod shutdown_pending_operations;
 mod simple_lock;

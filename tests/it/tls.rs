@@ -11,7 +11,7 @@ use redisson_lock::{Error, LockClient, Tls, TlsProblem};
 use tokio::time::timeout;
 
 use crate::support::process::{self, Worker, setting};
-use crate::support::server::{Server, TlsFiles, unique, wait_until_async};
+use crate::support::server::{Builder, Server, TlsFiles, unique, wait_until_async};
 
 const LIMIT: Duration = Duration::from_secs(30);
 
@@ -65,14 +65,16 @@ impl Authority {
 
     /// A server with that certificate.
     fn serve(&self, certified: &Certified, asks_clients: bool) -> Server {
-        Server::builder()
-            .tls(TlsFiles {
-                certificate: certified.pem.clone(),
-                key: certified.key.clone(),
-                ca: self.pem.clone(),
-                asks_clients,
-            })
-            .start()
+        self.builder(certified, asks_clients).start()
+    }
+
+    fn builder(&self, certified: &Certified, asks_clients: bool) -> Builder {
+        Server::builder().tls(TlsFiles {
+            certificate: certified.pem.clone(),
+            key: certified.key.clone(),
+            ca: self.pem.clone(),
+            asks_clients,
+        })
     }
 }
 
@@ -125,6 +127,30 @@ async fn lock_unlock_wake_up_and_reconnect_over_tls() {
     assert!(other.stats().reconnects > 0);
     one.shutdown().await.unwrap();
     other.shutdown().await.unwrap();
+}
+
+/// They name their master by its address.
+#[tokio::test]
+async fn sentinels_and_their_master_are_reached_over_tls() {
+    let authority = Authority::new();
+    let certified = authority.certify("localhost");
+    let server = authority.serve(&certified, false);
+    let url = server.tls_url("localhost");
+    let port = url.rsplit(':').next().unwrap();
+    let sentinel = authority
+        .builder(&certified, false)
+        .sentinel(format!("sentinel monitor main 127.0.0.1 {port} 2\n"))
+        .start();
+    let url = sentinel.tls_url("localhost");
+    let url = format!("{}/main", url.replacen("rediss", "rediss+sentinel", 1));
+    let connect = |tls| LockClient::builder().tls(tls).connect(&url);
+    let refused = connect(authority.trusted()).await;
+    assert_eq!(problem(refused), Some(TlsProblem::WrongName));
+    let named = authority.trusted().server_name("localhost");
+    let client = connect(named).await.unwrap();
+    client.lock(unique("stock")).run(async {}).await.unwrap();
+    let refused = connect(Authority::named("another").trusted()).await;
+    assert_eq!(problem(refused), Some(TlsProblem::UnknownAuthority));
 }
 
 #[tokio::test]

@@ -7,4 +7,5 @@ pub mod observe;
 pub mod process;
 pub mod proxy;
 pub mod rewrite;
+pub mod sentinel;
 pub mod server;

@@ -57,6 +57,8 @@ pub struct Server {
 struct Own {
     dir: TempDir,
     args: Vec<String>,
+    /// For a sentinel, which rewrites it.
+    config: Option<String>,
     running: Option<Running>,
 }
 
@@ -66,6 +68,7 @@ pub struct Builder {
     args: Vec<String>,
     password: Option<String>,
     tls: Option<TlsFiles>,
+    sentinel: Option<String>,
 }
 
 /// What a server has for TLS, as PEM text.
@@ -112,6 +115,12 @@ impl Builder {
         self
     }
 
+    /// Makes it a sentinel with this configuration.
+    pub fn sentinel(mut self, config: String) -> Self {
+        self.sentinel = Some(config);
+        self
+    }
+
     /// Accepts TLS connections on another port, see [`Server::tls_url`].
     pub fn tls(mut self, files: TlsFiles) -> Self {
         self.tls = Some(files);
@@ -138,6 +147,7 @@ impl Builder {
                 own: Some(Own {
                     dir,
                     args,
+                    config: self.sentinel.clone(),
                     running: None,
                 }),
             };
@@ -301,7 +311,7 @@ impl Server {
         let port = self.port.to_string();
         let logged = self.log().len();
         let own = self.own_mut("launch");
-        own.running = Some(Running::spawn(&port, &own.args, &own.dir));
+        own.running = Some(Running::spawn(&port, own));
         loop {
             if self.replies() {
                 return Ok(());
@@ -402,18 +412,31 @@ struct Running {
 }
 
 impl Running {
-    fn spawn(port: &str, args: &[String], dir: &TempDir) -> Self {
+    fn spawn(port: &str, own: &Own) -> Self {
+        let dir = &own.dir;
         let log = File::options()
             .create(true)
             .append(true)
             .open(log_file(dir))
             .expect("a log file");
-        let server = Command::new(binary())
-            .args(["--bind", "127.0.0.1", "--port", port])
-            .args(["--save", "", "--appendonly", "no"])
+        let mut command = Command::new(binary());
+        let address = ["--bind", "127.0.0.1", "--port", port];
+        match &own.config {
+            None => command
+                .args(address)
+                .args(["--save", "", "--appendonly", "no"]),
+            Some(config) => {
+                let file = dir.path().join("sentinel.conf");
+                if !file.exists() {
+                    fs::write(&file, config).expect("a file");
+                }
+                command.arg(file).arg("--sentinel").args(address)
+            }
+        };
+        let server = command
             .arg("--dir")
             .arg(dir.path())
-            .args(args)
+            .args(&own.args)
             .stdin(Stdio::null())
             .stderr(log.try_clone().expect("a second handle of the log file"))
             .stdout(log)
