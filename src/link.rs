@@ -54,8 +54,11 @@ pub(crate) trait Link: Send + Sync + 'static {
 /// A connection for subscriptions. An error of an operation says that it cannot be trusted any
 /// more: a subscription without a record could stay. [`reopen`](Self::reopen) replaces it.
 pub(crate) trait Subscriptions: Send + Sync + 'static {
+    /// Those of one connection.
+    type Messages: Messages;
+
     /// The messages from now on, until the connection is lost.
-    fn messages(&self) -> impl Messages + use<Self>;
+    fn messages(&self) -> Self::Messages;
 
     /// How often [`check`](Self::check) is to be called.
     fn check_interval(&self) -> Duration;

@@ -28,7 +28,8 @@ pub(crate) struct PubSub {
     nonce: u64,
 }
 
-struct Published(Receiver<fred::types::Message>);
+/// What one connection receives.
+pub(crate) struct Published(Receiver<fred::types::Message>);
 
 impl Messages for Published {
     async fn next(&mut self) -> Option<Message> {
@@ -120,7 +121,9 @@ impl PubSub {
 }
 
 impl Subscriptions for PubSub {
-    fn messages(&self) -> impl Messages + use<> {
+    type Messages = Published;
+
+    fn messages(&self) -> Published {
         Published(self.connection.client().message_rx())
     }
 

@@ -1,6 +1,7 @@
 //! Sentinels: they know which server is the master
 //! (<https://redis.io/docs/latest/develop/reference/sentinel-clients/>).
 
+use std::cmp::Reverse;
 use std::time::Duration;
 
 use fred::interfaces::{EventInterface, PubsubInterface};
@@ -90,8 +91,16 @@ impl Sentinels {
                 until = until.min(Instant::now() + PATIENCE);
             }
         }
-        match (known.into_iter().max_by_key(|known| known.epoch), error) {
-            (Some(known), _) => Ok(known.server),
+        // Of different answers with one epoch every client has to take the same one.
+        let named = known.iter().max_by_key(|named| {
+            let same = known
+                .iter()
+                .filter(|other| !is_other(&other.server, &named.server));
+            let name = Reverse((&named.server.host, named.server.port));
+            (named.epoch, same.count(), name)
+        });
+        match (named, error) {
+            (Some(named), _) => Ok(named.server.clone()),
             (None, Some(error @ (Error::Connection { .. } | Error::Timeout { .. }))) => {
                 Err(self.unreachable(error.into()))
             }
